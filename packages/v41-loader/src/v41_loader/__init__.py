@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1-Flash: checkpoint reading, validation, TP/EP sharding and synthetic checkpoints."""
