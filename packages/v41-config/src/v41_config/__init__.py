@@ -1,1 +1,62 @@
-"""DeepSeek-V4.1-Flash: model configuration, layer plan, parallel layout, cache ABI and forward metadata."""
+"""v41-config: what every v41 distribution agrees on, without torch."""
+
+from v41_config.cache_abi import (
+    BLOCK_ROWS,
+    STATE_CAPACITY,
+    CachePool,
+    CacheTensor,
+    SourceTokens,
+    StoredRows,
+    blocks_for_tokens,
+    cache_pools,
+    tokens_per_block,
+)
+from v41_config.errors import ConfigError, LayoutError, MetadataError, V41Error
+from v41_config.forward_metadata import ForwardMetadata, build_forward_metadata
+from v41_config.layer_plan import AttentionMode, LayerConfig, RopeProfile
+from v41_config.model_config import (
+    FP4_CACHE_GROUP,
+    MX_GROUP,
+    DraftingConfig,
+    EngramConfig,
+    ModelConfig,
+    QuantizationConfig,
+    RopeScaling,
+    VisionConfig,
+)
+from v41_config.parallel_layout import ParallelLayout
+from v41_config.presets import FLASH, FLASH6, PRESETS, TINY
+
+__all__ = [
+    "BLOCK_ROWS",
+    "FLASH",
+    "FLASH6",
+    "FP4_CACHE_GROUP",
+    "MX_GROUP",
+    "PRESETS",
+    "STATE_CAPACITY",
+    "TINY",
+    "AttentionMode",
+    "CachePool",
+    "CacheTensor",
+    "ConfigError",
+    "DraftingConfig",
+    "EngramConfig",
+    "ForwardMetadata",
+    "LayerConfig",
+    "LayoutError",
+    "MetadataError",
+    "ModelConfig",
+    "ParallelLayout",
+    "QuantizationConfig",
+    "RopeProfile",
+    "RopeScaling",
+    "SourceTokens",
+    "StoredRows",
+    "V41Error",
+    "VisionConfig",
+    "blocks_for_tokens",
+    "build_forward_metadata",
+    "cache_pools",
+    "tokens_per_block",
+]

@@ -1,0 +1,118 @@
+"""How ranks share the model: TP attention groups, DP request groups, EP experts over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from v41_config.errors import LayoutError
+from v41_config.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """`tp` ranks share one attention group, `dp` groups share the requests, all `ep = tp * dp` share the experts.
+
+    TP groups are contiguous: `tp_rank = rank % tp`, `dp_rank = rank // tp`, `ep_rank = rank`.
+
+    Raises:
+        LayoutError: a size below 1, or a rank outside the world.
+    """
+
+    tp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("tp", self.tp), ("dp", self.dp)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise LayoutError(name, size, "a size of at least 1")
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the routed experts."""
+        return self.tp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp
+
+    def tp_rank(self, rank: int) -> int:
+        return self._checked(rank) % self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        return self._checked(rank) // self.tp
+
+    def ep_rank(self, rank: int) -> int:
+        return self._checked(rank)
+
+    def tp_group(self, rank: int) -> range:
+        """The ranks that share `rank`'s requests, in TP order."""
+        base = self.dp_rank(rank) * self.tp
+        return range(base, base + self.tp)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise `LayoutError` where a size does not divide what it shares out."""
+        for name, size, parts in (
+            ("num_attention_heads", config.num_attention_heads, self.tp),
+            ("o_groups", config.o_groups, self.tp),
+            ("vocab_size", config.vocab_size, self.tp),
+            ("n_routed_experts", config.n_routed_experts, self.ep),
+        ):
+            if size % parts:
+                ranks = "tp" if parts == self.tp else "ep"
+                raise LayoutError(f"{ranks}={parts}", f"{name}={size}", f"{ranks} that divides {name}")
+
+    def head_range(self, config: ModelConfig, rank: int) -> range:
+        """Query heads (and attention sinks) of a rank."""
+        return self._tp_share(config, config.num_attention_heads, rank)
+
+    def output_group_range(self, config: ModelConfig, rank: int) -> range:
+        """Output groups of a rank; they read exactly the heads of `head_range`."""
+        return self._tp_share(config, config.o_groups, rank)
+
+    def vocab_range(self, config: ModelConfig, rank: int) -> range:
+        """Token ids whose embedding and head rows a rank holds."""
+        return self._tp_share(config, config.vocab_size, rank)
+
+    def expert_range(self, config: ModelConfig, rank: int) -> range:
+        """Routed experts of a rank."""
+        self.check(config)
+        return _share(config.n_routed_experts, self.ep, self.ep_rank(rank))
+
+    def expert_owner(self, config: ModelConfig, expert_id: int) -> int:
+        """The rank that holds an expert."""
+        self.check(config)
+        if not 0 <= expert_id < config.n_routed_experts:
+            raise LayoutError("expert_id", expert_id, f"0 <= expert_id < {config.n_routed_experts}")
+        return expert_id // (config.n_routed_experts // self.ep)
+
+    def slab_rows(self, capacity: int) -> int:
+        """`T_local`: rows of every rank's token slab, `ceil(capacity / tp)`, whatever the active count."""
+        if capacity < 0:
+            raise LayoutError("capacity", capacity, "at least 0 rows")
+        return -(-capacity // self.tp)
+
+    def slab_range(self, capacity: int, rank: int) -> range:
+        """Rows of the group's packed batch that a rank's slab stands for; it may reach past `capacity`."""
+        rows = self.slab_rows(capacity)
+        return _share(rows * self.tp, self.tp, self.tp_rank(rank))
+
+    def active_rows(self, capacity: int, active: int, rank: int) -> int:
+        """Valid rows of a rank's slab, `max(0, min(T_local, active - tp_rank * T_local))`; the rest is padding."""
+        if not 0 <= active <= capacity:
+            raise LayoutError("active", active, f"0 <= active <= capacity = {capacity}")
+        rows = self.slab_rows(capacity)
+        return max(0, min(rows, active - self.tp_rank(rank) * rows))
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise LayoutError("rank", rank, f"0 <= rank < world_size = {self.world_size}")
+        return rank
+
+    def _tp_share(self, config: ModelConfig, size: int, rank: int) -> range:
+        self.check(config)
+        return _share(size, self.tp, self.tp_rank(rank))
+
+
+def _share(size: int, parts: int, part: int) -> range:
+    each = size // parts
+    return range(part * each, (part + 1) * each)
