@@ -1,0 +1,39 @@
+"""The typed errors of this distribution; all are :class:`v41_config.errors.V41Error`."""
+
+from __future__ import annotations
+
+from v41_config.errors import V41Error
+
+__all__ = ["PoolError", "RankError", "RequestError", "SessionError", "SlabError", "WorldError"]
+
+
+class WorldError(V41Error):
+    """A collective that cannot complete: ranks disagree, or one of them will never arrive."""
+
+
+class RankError(WorldError):
+    """A rank's program raised. ``rank`` names it; the original error is ``__cause__``."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        super().__init__(f"rank {rank}", f"{type(error).__name__}: {error}", "the rank's program to finish")
+        self.rank = rank
+        self.error = error
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, BaseException]]:  # type: ignore[override]
+        return type(self), (self.rank, self.error)
+
+
+class SlabError(V41Error):
+    """Rows that do not fit the token mapping they are used with."""
+
+
+class RequestError(V41Error):
+    """A request, or a file of requests, that the model cannot run."""
+
+
+class PoolError(V41Error):
+    """A page pool that has no block left, or a block returned that was not lent."""
+
+
+class SessionError(V41Error):
+    """A session used against its contract."""
