@@ -11,7 +11,7 @@ installed=$("$python" -c 'import importlib.metadata as m; print(m.version("torch
 [ "$installed" != "$version" ] || exit 0
 
 pip_install() {
-    .venv/bin/python -m pip --python "$python" --quiet --disable-pip-version-check install --constraint constraints.txt "$@"
+    .venv/bin/python -m pip --python "$python" --quiet --quiet --disable-pip-version-check install --constraint constraints.txt "$@"
 }
 
 echo "set-up: installing torch $version (CPU build)"

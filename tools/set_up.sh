@@ -34,7 +34,7 @@ if ! { supported .venv/bin/python && .venv/bin/python -m pip --version; } >/dev/
     fi
 fi
 
-pip() { .venv/bin/python -m pip --quiet "$@"; }
+pip() { .venv/bin/python -m pip --quiet --quiet "$@"; }
 pip install "$(grep '^pip==' constraints.txt)"
 tools/install_torch.sh .venv/bin/python
 echo "set-up: installing tools and the five packages"
