@@ -1,0 +1,82 @@
+"""Routed and shared experts (model.md section 14.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from v41_config.model_config import ModelConfig
+from v41_goldens import exact
+from v41_goldens.errors import ExpertError
+from v41_goldens.linear import dequantized_linear, quantized_linear
+from v41_goldens.quantisers import dequantize_activation, quantize_activation
+from v41_goldens.weights import ExpertWeights
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, route_weight: Tensor | None = None) -> Tensor:
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`, times the route weight (model.md section 14.2).
+
+    Args:
+        gate, up: BF16 or FP32 `[..., I]`.
+        route_weight: FP32, broadcastable to `[..., I]`; None for the shared expert.
+
+    Returns:
+        FP32 `[..., I]`; the caller rounds it to BF16, after the route weight and before w2.
+    """
+    z = exact.silu(gate.to(torch.float32).clamp_max(limit)) * up.to(torch.float32).clamp(-limit, limit)
+    return z if route_weight is None else route_weight * z
+
+
+def shared_expert(x: Tensor, weights: ExpertWeights, config: ModelConfig) -> Tensor:
+    """The expert that every token takes, without route weight: BF16 `[T, D]` to BF16 `[T, D]`."""
+    rows = dequantize_activation(quantize_activation(x))
+    gate, up = (dequantized_linear(rows, w).to(torch.bfloat16) for w in (weights.w1, weights.w3))
+    return quantized_linear(swiglu(gate, up, config.swiglu_limit).to(torch.bfloat16), weights.w2)
+
+
+def routed_experts(
+    rows: Tensor, expert_ids: Tensor, route_weights: Tensor, experts: Mapping[int, ExpertWeights], config: ModelConfig
+) -> Tensor:
+    """Each row through its expert (model.md section 14.2).
+
+    Rows are grouped by expert, so that every expert present is loaded once.
+
+    Args:
+        rows: BF16 `[R, D]`.
+        expert_ids: `[R]` integers, global ids; a negative id marks an inactive row, whose result is zero.
+        route_weights: FP32 `[R]`, applied to the SwiGLU result before its BF16 rounding.
+        experts: weights of at least the experts that occur.
+
+    Returns:
+        BF16 `[R, D]` in the order of `rows`.
+
+    Raises:
+        ExpertError: a row's expert is not in `experts`.
+    """
+    order = torch.argsort(expert_ids, stable=True)
+    present, counts = torch.unique_consecutive(expert_ids[order], return_counts=True)
+    groups = list(zip(present.tolist(), counts.tolist(), strict=True))
+    inactive = groups.pop(0)[1] if groups and groups[0][0] < 0 else 0
+    while groups and groups[0][0] < 0:
+        inactive += groups.pop(0)[1]
+    for expert_id, _ in groups:
+        if expert_id not in experts:
+            raise ExpertError("routed_experts expert_ids", expert_id, f"one of the {len(experts)} experts held here")
+    order = order[inactive:]
+    result = torch.zeros_like(rows)
+    if not groups:
+        return result
+    sizes = [count for _, count in groups]
+    weights = [experts[expert_id] for expert_id, _ in groups]
+
+    inputs = dequantize_activation(quantize_activation(rows[order])).split(sizes)
+    pairs = zip(inputs, weights, strict=True)
+    gate_up = [(dequantized_linear(x, w.w1), dequantized_linear(x, w.w3)) for x, w in pairs]
+    gate, up = (torch.cat(parts).to(torch.bfloat16) for parts in zip(*gate_up, strict=True))
+    z = swiglu(gate, up, config.swiglu_limit, route_weights[order].unsqueeze(-1)).to(torch.bfloat16)
+    hidden = dequantize_activation(quantize_activation(z)).split(sizes)
+    down = torch.cat([dequantized_linear(h, w.w2) for h, w in zip(hidden, weights, strict=True)])
+    result[order] = down.to(torch.bfloat16)
+    return result

@@ -1,0 +1,48 @@
+"""The mixture-of-experts sublayer (model.md section 14)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from v41_config.model_config import ModelConfig
+from v41_goldens.experts import routed_experts, shared_expert
+from v41_goldens.gate import gate
+from v41_goldens.weights import MoeWeights
+
+
+def combine(expert_rows: Tensor, expert_ids: Tensor, shared: Tensor) -> Tensor:
+    """Sum a token's expert results and its shared expert (model.md section 14.3, E7).
+
+    Args:
+        expert_rows: BF16 `[T, k, D]`, already weighted.
+        expert_ids: `[T, k]` integers; rows with a negative id are left out, whatever they hold.
+        shared: BF16 `[T, D]`.
+
+    Returns:
+        BF16 `[T, D]`: FP32 sum in ascending expert id, then the shared expert, one rounding.
+    """
+    ids, order = torch.sort(expert_ids, dim=1)
+    rows = torch.take_along_dim(expert_rows, order.unsqueeze(-1), dim=1).to(torch.float32)
+    rows = rows.masked_fill_((ids < 0).unsqueeze(-1), 0.0)
+    result = torch.zeros(shared.shape, dtype=torch.float32, device=shared.device)
+    for row in rows.unbind(1):
+        result += row
+    return result.add_(shared).to(torch.bfloat16)
+
+
+def moe(x: Tensor, weights: MoeWeights, config: ModelConfig) -> Tensor:
+    """Gate, experts and combination for tokens whose experts are all here (model.md section 14).
+
+    Args:
+        x: BF16 `[T, D]`, the normalised FFN input.
+
+    Returns:
+        BF16 `[T, D]`.
+    """
+    routes = gate(x, weights.gate, weights.gate_bias, config)
+    k = routes.ids.shape[1]
+    rows = routed_experts(
+        x.repeat_interleave(k, dim=0), routes.ids.flatten(), routes.weights.flatten(), weights.experts, config
+    )
+    return combine(rows.unflatten(0, (-1, k)), routes.ids, shared_expert(x, weights.shared, config))

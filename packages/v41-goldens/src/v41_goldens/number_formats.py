@@ -1,0 +1,137 @@
+"""Bit-level number formats: E4M3, E8M0 and E2M1, encode and decode (model.md section 2).
+
+Everything rounds to nearest, ties to the even code, and works on bit patterns instead of logarithms. Decoding is
+exact. Tables are built when first used, once per device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from v41_goldens.errors import OperandError
+
+E4M3_MAX = 448.0
+"""Largest finite E4M3 value."""
+
+E2M1_MAX = 6.0
+"""Largest E2M1 value."""
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitude of E2M1 codes 0 to 7; bit 3 of a code is the sign."""
+
+E8M0_NAN = 255
+"""The E8M0 code that is not a number."""
+
+
+def e4m3_decode(codes: Tensor) -> Tensor:
+    """E4M3 codes to FP32, exactly (model.md section 2.1).
+
+    Args:
+        codes: float8_e4m3fn, or uint8 holding the same bytes; any shape. Bytes 0x7F and 0xFF are NaN.
+    """
+    return _as_dtype(codes, torch.float8_e4m3fn, "e4m3_decode codes").to(torch.float32)
+
+
+def e4m3_encode(x: Tensor) -> Tensor:
+    """FP32 to float8_e4m3fn: clamped to +-448, then nearest even (model.md section 2.1).
+
+    Infinities clamp like any large value; NaN stays NaN; zero keeps its sign.
+    """
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def e8m0_decode(codes: Tensor) -> Tensor:
+    """E8M0 codes to FP32, exactly: byte b means 2^(b - 127), byte 255 NaN (model.md section 2.2).
+
+    Args:
+        codes: float8_e8m0fnu, or uint8 holding the same bytes; any shape.
+    """
+    return _as_dtype(codes, torch.float8_e8m0fnu, "e8m0_decode codes").to(torch.float32)
+
+
+def pow2_ceil_e8m0(x: Tensor) -> Tensor:
+    """E8M0 codes of the smallest power of two at or above `x`, from the bit pattern (model.md section 2.2).
+
+    The code is the exponent field, plus one if any mantissa bit is set. The sign bit is ignored. Subnormal values
+    give code 1; finite values above 2^127 saturate at code 254; infinity and NaN give 255, which is NaN.
+
+    Args:
+        x: FP32, any shape.
+
+    Returns:
+        uint8 codes of the same shape.
+    """
+    bits = x.contiguous().view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    code = (exponent + ((bits & 0x7FFFFF) != 0)).clamp_max_(E8M0_NAN - 1)
+    return torch.where(exponent == 0xFF, E8M0_NAN, code).to(torch.uint8)
+
+
+def e2m1_decode(packed: Tensor) -> Tensor:
+    """Packed E2M1 bytes to FP32, exactly (model.md section 2.3).
+
+    Args:
+        packed: uint8 or int8 `[..., K/2]`; the even element stands in the low nibble.
+
+    Returns:
+        FP32 `[..., K]`; nibble 8 decodes to -0.
+    """
+    return e2m1_decode_as(packed, torch.float32)
+
+
+def e2m1_decode_as(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """`e2m1_decode` straight to another float dtype that holds every E2M1 value, for callers that need it next."""
+    index = _as_dtype(packed, torch.uint8, "e2m1_decode packed").to(torch.int32)
+    pairs = _e2m1_pairs(packed.device, dtype).index_select(0, index.reshape(-1))
+    return pairs.view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def e2m1_encode(x: Tensor) -> Tensor:
+    """FP32 to packed E2M1 bytes: clamped to +-6, then nearest, ties to the even code (model.md section 2.3).
+
+    Zero keeps its sign. E2M1 has no NaN: a NaN gives magnitude 6, so whoever encodes one must mark it in the scale,
+    as the quantisers do.
+
+    Args:
+        x: FP32 `[..., K]`, K even.
+
+    Returns:
+        uint8 `[..., K/2]`, the even element in the low nibble.
+    """
+    if x.shape[-1] % 2:
+        raise OperandError("e2m1_encode x", tuple(x.shape), "an even last dimension")
+    magnitude = torch.bucketize(x.abs(), _e2m1_upper_bounds(x.device), out_int32=True).to(torch.uint8)
+    code = magnitude | (torch.signbit(x).to(torch.uint8) << 3)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def _as_dtype(codes: Tensor, dtype: torch.dtype, where: str) -> Tensor:
+    """The same bytes as `dtype`: a view, never a numeric cast, which would destroy exponents."""
+    if codes.dtype == dtype:
+        return codes
+    if codes.dtype not in (torch.uint8, torch.int8):
+        raise OperandError(where, codes.dtype, f"{dtype}, or bytes")
+    return codes.view(dtype)
+
+
+@functools.cache
+def _e2m1_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`[256, 2]`: the two values in each byte, low nibble first."""
+    nibbles = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=dtype)
+    byte = torch.arange(256)
+    return torch.stack((nibbles[byte & 0xF], nibbles[byte >> 4]), dim=-1).to(device)
+
+
+@functools.cache
+def _e2m1_upper_bounds(device: torch.device) -> Tensor:
+    """Largest FP32 magnitude that still rounds to code 0, 1, ... 6; what lies above the last one has code 7."""
+    bounds = []
+    for code, (low, high) in enumerate(zip(E2M1_MAGNITUDES, E2M1_MAGNITUDES[1:], strict=False)):
+        midpoint = torch.tensor((low + high) / 2, dtype=torch.float32)
+        # A tie goes to the even code: to this one if it is even, else the bound is the FP32 number just below.
+        bounds.append(midpoint if code % 2 == 0 else torch.nextafter(midpoint, torch.tensor(-math.inf)))
+    return torch.stack(bounds).to(device)
