@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ ArrayT = TypeVar("ArrayT")
 _Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForwardMetadata(Generic[ArrayT]):
     """One step of `B` requests with `T` packed tokens. INT32, but the slots, which are INT64; -1 is "none".
 
@@ -98,6 +98,15 @@ class ForwardMetadata(Generic[ArrayT]):
         return ForwardMetadata(**{f.name: field(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
 
+class _Step(NamedTuple):
+    """Requests `[B]` and packed tokens `[T]` of a step, as INT64."""
+
+    stored: _Array
+    new_lens: _Array
+    token_to_req: _Array
+    positions: _Array
+
+
 def build_forward_metadata(
     config: ModelConfig,
     query_start_loc: Sequence[int] | _Array,
@@ -116,19 +125,20 @@ def build_forward_metadata(
         state_block_tables: keyed by ratio-2 KV source layer, [B, 1]; -1 suppresses that request's publication.
 
     Raises:
-        MetadataError: naming request, KV source and logical page, before anything is written.
+        MetadataError: naming table, request and logical page, before anything is written.
     """
     starts, stored = checked_lengths(config, query_start_loc, kv_seq_lens)
     requests = len(stored)
     query_lens = np.diff(starts)
     new_lens = stored + query_lens
-    tokens = int(starts[-1])
     token_to_req = np.repeat(np.arange(requests), query_lens)
-    positions = np.arange(tokens) - starts[:-1][token_to_req] + stored[token_to_req]
+    positions = np.arange(starts[-1]) - starts[:-1][token_to_req] + stored[token_to_req]
+    step = _Step(stored, new_lens, token_to_req, positions)
 
     window_table = checked_table("window_block_table", window_block_table, requests)
     first_seen = np.maximum(stored - config.sliding_window + 1, 0)
-    check_live_pages("window_block_table", window_table, first_seen, stored, new_lens, query_lens > 0)
+    check_live_pages("window_block_table", window_table, first_read=first_seen, first_write=stored, stop=new_lens,
+                     active=query_lens > 0)  # fmt: skip
     window_slots = _physical_rows(window_table, token_to_req, positions)
     window_lens = np.minimum(positions + 1, config.sliding_window)
     offsets = np.arange(config.sliding_window)
@@ -137,25 +147,25 @@ def build_forward_metadata(
     window_rows = _physical_rows(window_table, token_to_req[:, None], np.where(live, seen, positions[:, None]))
 
     by_ratio = {
-        ratio: _lower_ratio(ratio, table, stored, new_lens, token_to_req, positions)
+        ratio: _lower_ratio(ratio, table, step)
         for ratio, table in _checked_ratio_tables(config, compressed_block_tables, requests).items()
     }
+    _check_keys("state_block_tables", state_block_tables,
+                {source for source in config.kv_source_layer_ids if config.compress_ratios[source] > 1})  # fmt: skip
     by_source: dict[str, dict[int, _Array]] = {name: {} for name in _SOURCE_FIELDS}
     states: dict[int, _Array] = {}
-    suppressed_cache: dict[tuple[int, bytes], dict[str, _Array]] = {}
+    publications: dict[tuple[int, bytes], dict[str, _Array]] = {}
     for source in config.kv_source_layer_ids:
         ratio = config.compress_ratios[source]
         enabled = np.ones(requests, dtype=bool)
         if ratio > 1:
-            if source not in state_block_tables:
-                raise MetadataError("state_block_tables", sorted(state_block_tables), f"a table for KV source {source}")
             states[source] = check_state_blocks(source, state_block_tables[source], query_lens)
             enabled = states[source][:, 0] >= 0
         key = (ratio, enabled.tobytes())
-        if key not in suppressed_cache:
-            suppressed_cache[key] = _publication(by_ratio[ratio], enabled, token_to_req, positions, ratio)
+        if key not in publications:
+            publications[key] = _publication(ratio, by_ratio[ratio], enabled, step)
         for name in _SOURCE_FIELDS:
-            by_source[name][source] = suppressed_cache[key][name]
+            by_source[name][source] = publications[key][name]
 
     return ForwardMetadata(
         query_start_loc=_int32(starts),
@@ -194,24 +204,30 @@ def _int32(array: _Array) -> _Array:
 
 def _physical_rows(table: _Array, request: _Array, row: _Array) -> _Array:
     """Physical rows of a request's logical rows, through its block table."""
-    return table[request, row // BLOCK_ROWS] * int(BLOCK_ROWS) + row % BLOCK_ROWS
+    rows: _Array = table[request, row // BLOCK_ROWS] * int(BLOCK_ROWS) + row % BLOCK_ROWS
+    return rows
 
 
 def _checked_ratio_tables(
     config: ModelConfig, tables: Mapping[int, _Array | Sequence[Sequence[int]]], requests: int
 ) -> dict[int, _Array]:
     ratios = {config.compress_ratios[source] for source in config.kv_source_layer_ids}
-    if not ratios <= set(tables):
-        raise MetadataError("compressed_block_tables", sorted(tables), f"a table for each ratio of {sorted(ratios)}")
+    _check_keys("compressed_block_tables", tables, ratios)
     return {r: checked_table(f"compressed_block_tables[{r}]", tables[r], requests) for r in ratios}
 
 
-def _lower_ratio(
-    ratio: int, table: _Array, stored: _Array, new_lens: _Array, token_to_req: _Array, positions: _Array
-) -> dict[str, _Array]:
+def _check_keys(name: str, tables: Mapping[int, object], keys: set[int]) -> None:
+    """A key too many is as much of a mistake as one that is missing: ratios and layer ids are easily confused."""
+    if set(tables) != keys:
+        raise MetadataError(name, list(tables), f"exactly the keys {sorted(keys)}")
+
+
+def _lower_ratio(ratio: int, table: _Array, step: _Step) -> dict[str, _Array]:
     """What all sources of one ratio share; `closing_slots` before any source suppresses publication."""
+    stored, new_lens, token_to_req, positions = step
     new_rows = new_lens // ratio
-    check_live_pages(f"compressed_block_tables[{ratio}]", table, 0 * stored, stored // ratio, new_rows, new_lens > stored)
+    check_live_pages(f"compressed_block_tables[{ratio}]", table, first_read=np.zeros_like(stored),
+                     first_write=stored // ratio, stop=new_rows, active=new_lens > stored)  # fmt: skip
     closes = (positions + 1) % ratio == 0
     rows = np.where(closes, positions // ratio, 0)
     slots = _physical_rows(table, token_to_req, rows) if table.shape[1] else np.zeros_like(positions)
@@ -225,14 +241,14 @@ def _lower_ratio(
     }
 
 
-def _publication(
-    shared: dict[str, _Array], enabled: _Array, token_to_req: _Array, positions: _Array, ratio: int
-) -> dict[str, _Array]:
-    closes = shared["closes"] & enabled[token_to_req]
+def _publication(ratio: int, shared: dict[str, _Array], enabled: _Array, step: _Step) -> dict[str, _Array]:
+    """What a source of that ratio publishes, where `enabled [B]` of its requests have a state block."""
+    positions = step.positions
+    closes = shared["closes"] & enabled[step.token_to_req]
     slots = np.where(closes, shared["closing_slots"], -1)
     closing_tokens = np.flatnonzero(closes)
     group_starts = positions - (ratio - 1)
-    outputs = np.bincount(token_to_req[closing_tokens], minlength=len(enabled))
+    outputs = np.bincount(step.token_to_req[closing_tokens], minlength=len(enabled))
     return {
         **shared,
         "compressed_slots": slots,

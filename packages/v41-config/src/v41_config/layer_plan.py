@@ -9,7 +9,7 @@ from typing import Literal
 RopeProfile = Literal["swa", "compressed"]
 
 
-class AttentionMode(str, Enum):
+class AttentionMode(Enum):
     """The six attention modes; the value is the stem of the operator names (`decode_attn_c2a_full`, ...)."""
 
     SWA = "swa"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -27,7 +29,24 @@ FP4_CACHE_GROUP = 16
 """Elements of a compressed KV row that share one E4M3 scale (model.md section 2.6)."""
 
 _IntTuple = Annotated[tuple[int, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
-_Number = int | float
+
+
+def _finite(value: object) -> object:
+    """Before the union with its two messages: an int or float, not NaN, infinite or beyond a double."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise ValueError("a finite number")
+    return value
+
+
+def _above_zero(value: float) -> float:
+    if value <= 0:
+        raise ValueError("a number above 0")
+    return value
+
+
+# Not simply `float`: the file is written back as it was read, and 10000 is not 10000.0 there.
+_Number = Annotated[int | float, BeforeValidator(_finite)]
+_PositiveNumber = Annotated[int | float, BeforeValidator(_finite), AfterValidator(_above_zero)]
 
 
 class _Group(BaseModel):
@@ -38,9 +57,9 @@ class RopeScaling(_Group):
     """YaRN parameters of the compressed profile (model.md section 7)."""
 
     rope_type: Literal["yarn"] = "yarn"
-    factor: _Number
-    beta_fast: _Number
-    beta_slow: _Number
+    factor: _PositiveNumber
+    beta_fast: _PositiveNumber
+    beta_slow: _PositiveNumber
     original_max_position_embeddings: PositiveInt
 
 
@@ -57,7 +76,7 @@ class QuantizationConfig(_Group):
     @classmethod
     def _released_block(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value != (MX_GROUP, MX_GROUP):
-            raise ValueError(f"must be [{MX_GROUP}, {MX_GROUP}]")
+            raise ValueError(f"[{MX_GROUP}, {MX_GROUP}]")
         return value
 
 
@@ -95,7 +114,7 @@ class VisionConfig(_Group):
     num_attention_heads: PositiveInt
     intermediate_size: PositiveInt
     patch_size: PositiveInt
-    rope_theta: _Number
+    rope_theta: _PositiveNumber
     downsample_ratio: PositiveInt
     max_image_tokens: PositiveInt
     min_pixels: PositiveInt
@@ -124,24 +143,24 @@ class ModelConfig(_Group):
     o_lora_rank: PositiveInt
     o_groups: PositiveInt
     hidden_act: Literal["silu"] = "silu"
-    swiglu_limit: _Number
-    rms_norm_eps: _Number
+    swiglu_limit: _PositiveNumber
+    rms_norm_eps: _PositiveNumber
     attention_bias: Literal[False] = False
     attention_dropout: _Number = 0.0
     initializer_range: _Number = 0.02
     use_cache: bool = True
     tie_word_embeddings: Literal[False] = False
     max_position_embeddings: PositiveInt
-    rope_theta: _Number
+    rope_theta: _PositiveNumber
     rope_scaling: RopeScaling
-    compress_rope_theta: _Number
+    compress_rope_theta: _PositiveNumber
     n_routed_experts: PositiveInt
     n_shared_experts: Literal[1] = 1
     num_experts_per_tok: PositiveInt
     scoring_func: Literal["sqrtsoftplus"] = "sqrtsoftplus"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     norm_topk_prob: Literal[True] = True
-    routed_scaling_factor: _Number
+    routed_scaling_factor: _PositiveNumber
     sliding_window: PositiveInt
     compress_ratios: _IntTuple
     kv_source_layer_ids: _IntTuple
@@ -154,7 +173,7 @@ class ModelConfig(_Group):
     candidate_block_size: PositiveInt
     hc_mult: PositiveInt
     hc_sinkhorn_iters: PositiveInt
-    hc_eps: _Number
+    hc_eps: _PositiveNumber
 
     bos_token_id: int = 0
     eos_token_id: int = 1
@@ -172,8 +191,7 @@ class ModelConfig(_Group):
         try:
             config = handler(data)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise ConfigError(".".join(map(str, first["loc"])) or "config", first["input"], first["msg"]) from None
+            raise _typed_error(error) from None
         _check_consistency(config)
         return config
 
@@ -184,13 +202,13 @@ class ModelConfig(_Group):
         Raises:
             ConfigError: not JSON, another `model_type`, a missing or inconsistent field.
         """
-        from v41_config.released_json import read_released_json
+        from v41_config.released_json import read_released_json  # it builds on this module
 
         return read_released_json(Path(path))
 
     def to_released_json(self) -> dict[str, Any]:
         """The nested dictionary of the released `config.json`; `json.dumps(..., indent=2)` gives the file."""
-        from v41_config.released_json import released_json
+        from v41_config.released_json import released_json  # it builds on this module
 
         return released_json(self)
 
@@ -216,6 +234,19 @@ class ModelConfig(_Group):
     def hc_mixes(self) -> int:
         """Rows of an `hc_*_fn` matrix: pre, post and the square mix."""
         return (2 + self.hc_mult) * self.hc_mult
+
+
+def _typed_error(error: ValidationError) -> ConfigError:
+    """The first complaint of pydantic, in our words where pydantic's would read badly after "expected"."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "config"
+    if first["type"] == "missing":
+        return ConfigError(where, None, "a value")
+    if first["type"] == "extra_forbidden":
+        return ConfigError(where, first["input"], "no such field")
+    return ConfigError(
+        where, first["input"], first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    )
 
 
 @functools.cache
@@ -283,8 +314,9 @@ def _check_consistency(c: ModelConfig) -> None:
             "at most head_dim and index_head_dim")  # fmt: skip
     require(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok", "at most n_routed_experts")
     require(c.sliding_window <= c.max_position_embeddings, "sliding_window", "at most max_position_embeddings")
-    for field in ("swiglu_limit", "rms_norm_eps", "rope_theta", "compress_rope_theta", "hc_eps"):
-        require(0 < getattr(c, field) < float("inf"), field, "a positive finite number")
+    require(c.max_position_embeddings < 2**31, "max_position_embeddings", "at most 2**31 - 1, as positions are INT32")
+    for field in ("rope_theta", "compress_rope_theta"):
+        require(getattr(c, field) > 1, field, "a base above 1")
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         require(0 <= getattr(c, field) < c.vocab_size, field, f"a token id below vocab_size = {c.vocab_size}")
     if c.engram is not None and len(c.engram.layer_ids) != len(c.engram.num_embeddings):

@@ -23,7 +23,7 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         for name, size in (("tp", self.tp), ("dp", self.dp)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if type(size) is not int or size < 1:
                 raise LayoutError(name, size, "a size of at least 1")
 
     @property
@@ -51,14 +51,13 @@ class ParallelLayout:
 
     def check(self, config: ModelConfig) -> None:
         """Raise `LayoutError` where a size does not divide what it shares out."""
-        for name, size, parts in (
-            ("num_attention_heads", config.num_attention_heads, self.tp),
-            ("o_groups", config.o_groups, self.tp),
-            ("vocab_size", config.vocab_size, self.tp),
-            ("n_routed_experts", config.n_routed_experts, self.ep),
+        for ranks, parts, name, size in (
+            ("tp", self.tp, "num_attention_heads", config.num_attention_heads),
+            ("tp", self.tp, "o_groups", config.o_groups),
+            ("tp", self.tp, "vocab_size", config.vocab_size),
+            ("ep", self.ep, "n_routed_experts", config.n_routed_experts),
         ):
             if size % parts:
-                ranks = "tp" if parts == self.tp else "ep"
                 raise LayoutError(f"{ranks}={parts}", f"{name}={size}", f"{ranks} that divides {name}")
 
     def head_range(self, config: ModelConfig, rank: int) -> range:

@@ -24,7 +24,9 @@ _ENGRAM = {field: f"engram_{field}" for field in EngramConfig.model_fields}
 _DRAFTING = {
     field: field if field == "num_nextn_predict_layers" else f"dspark_{field}" for field in DraftingConfig.model_fields
 }
+
 MAX_CONFIG_BYTES = 1 << 20
+"""The released file has 4 kB."""
 
 
 def _json_value(value: Any) -> Any:
@@ -66,17 +68,29 @@ def released_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _load_object(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise ConfigError(str(path), "a directory or device", "a regular file")
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(str(path), path.stat().st_size, f"a config of at most {MAX_CONFIG_BYTES} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise ConfigError(str(path), "more", f"a config of at most {MAX_CONFIG_BYTES} bytes")
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise ConfigError(str(path), error.strerror, "a readable config.json") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), str(error), "a JSON file") from error
     if not isinstance(data, dict):
         raise ConfigError(str(path), type(data).__name__, "a JSON object")
     return data
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(next(key for key in keys if keys.count(key) > 1), "two values", "one value for a key")
+    return values
 
 
 def read_released_json(path: Path) -> ModelConfig:
@@ -99,25 +113,30 @@ def read_released_json(path: Path) -> ModelConfig:
     fields |= {key: data.pop(key) for key in _TOP_LEVEL if key in data}
     fields["quantization"] = data.pop("quantization_config", {})
     fields["vision"] = data.pop("vision_config", None)
-    fields["engram"] = _pop_group(text, _ENGRAM, present=bool(text.get("engram_layer_ids")))
-    fields["drafting"] = _pop_group(text, _DRAFTING, present=bool(text.get("num_nextn_predict_layers")))
+    fields["engram"] = _pop_group(text, _ENGRAM, "engram_layer_ids")
+    fields["drafting"] = _pop_group(text, _DRAFTING, "num_nextn_predict_layers")
     _split_drafting_ratios(fields)
     if unknown := sorted([*data, *(f"text_config.{key}" for key in text)]):
         warnings.warn(f"config keys that v41 does not know, ignored: {', '.join(unknown)}", stacklevel=3)
     return ModelConfig.model_validate(fields)
 
 
-def _pop_group(text: dict[str, Any], names: dict[str, str], present: bool) -> dict[str, Any] | None:
-    values = {field: text.pop(key) for field, key in names.items() if key in text}
+def _pop_group(text: dict[str, Any], names: dict[str, str], switch: str) -> dict[str, Any] | None:
+    """The fields of a group, or None where `switch` is absent, 0 or []: then only what says so again is taken out."""
+    present = bool(text.get(switch))
+    values = {field: text.pop(key) for field, key in names.items() if key in text and (present or not text[key])}
     return values if present else None
 
 
 def _split_drafting_ratios(fields: dict[str, Any]) -> None:
-    """Drop the entries of `compress_ratios` that belong to drafting layers: as many zeros as there are of those."""
+    """Drop the entries of `compress_ratios` that belong to drafting layers: as many zeros as there are of those.
+
+    The counts come from the file: nothing is allocated by them.
+    """
     ratios, layers = fields.get("compress_ratios"), fields.get("num_hidden_layers")
     extra = fields["drafting"]["num_nextn_predict_layers"] if fields["drafting"] else 0
     if not isinstance(ratios, list) or not isinstance(layers, int) or not isinstance(extra, int):
         return  # validation names the field
-    if ratios[layers:] != [0] * extra:
+    if len(ratios) - layers != extra or any(ratios[layers:]):
         raise ConfigError("compress_ratios", ratios, f"{layers} backbone entries and {extra} zeros for drafting layers")
     fields["compress_ratios"] = ratios[:layers]
