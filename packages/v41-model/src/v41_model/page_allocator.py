@@ -1,0 +1,179 @@
+"""Block tables of the requests of one DP group, filled from free lists (model.md section 16).
+
+A request takes a *row* when it is admitted and keeps it until it is dropped, whatever its place in a step's batch.
+Window and compressed pages are lent as it grows and window pages come back as soon as they lie wholly behind the
+window. The compressor state block of a request is a stable block of its own, one number for all sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from v41_config import BLOCK_ROWS, ModelConfig, SourceTokens, blocks_for_tokens, cache_pools
+from v41_model.errors import PoolError
+
+__all__ = ["BlockPool", "PageAllocator", "blocks_for_requests"]
+
+Int32Array = npt.NDArray[np.int32]
+NO_BLOCK = -1
+
+
+class BlockPool:
+    """The free list of one pool's physical blocks. Lower numbers are lent first, then the last returned."""
+
+    def __init__(self, name: str, blocks: int) -> None:
+        self.name = name
+        self.blocks = blocks
+        self._free = list(range(blocks - 1, -1, -1))
+        self._lent = np.zeros(blocks, dtype=bool)
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def require(self, count: int, purpose: str) -> None:
+        """Raise :class:`PoolError` unless ``count`` blocks are free."""
+        if count > len(self._free):
+            found = f"{len(self._free)} of {self.blocks} blocks free"
+            raise PoolError(f"pool {self.name}", found, f"{count} free blocks for {purpose}")
+
+    def lend(self, count: int) -> Int32Array:
+        """Take ``count`` blocks; the caller has called :meth:`require`."""
+        taken = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
+        self._lent[taken] = True
+        return taken
+
+    def take_back(self, blocks: Int32Array) -> None:
+        """Return blocks that were lent. Errors: :class:`PoolError` for a block that is not out."""
+        stray = [int(b) for b in blocks if not 0 <= b < self.blocks or not self._lent[b]]
+        if stray or len(set(blocks.tolist())) != len(blocks):
+            raise PoolError(
+                f"pool {self.name}", f"return of blocks {blocks.tolist()}", "blocks that are lent, once each"
+            )
+        self._lent[blocks] = False
+        self._free.extend(blocks.tolist())
+
+
+def blocks_for_requests(config: ModelConfig, lengths: Sequence[int]) -> dict[str, int]:
+    """Blocks per block table that hold requests of these final ``lengths`` in tokens at the same time."""
+    return {
+        pool.block_table: sum(_pages(pool.block_table, pool.compress_ratio, length) for length in lengths)
+        for pool in cache_pools(config)
+    }
+
+
+def _pages(table: str, compress_ratio: int, tokens: int) -> int:
+    if table.endswith("_state"):
+        return 1
+    return blocks_for_tokens(SourceTokens(tokens), compress_ratio)
+
+
+@dataclass(frozen=True)
+class _PagedTable:
+    """One pool with the block table ``[max_requests, pages]`` it fills.
+
+    ``reached [max_requests]`` counts the pages a request ever had, those freed behind its window included.
+    """
+
+    pool: BlockPool
+    compress_ratio: int
+    table: Int32Array
+    reached: npt.NDArray[np.int64]
+
+    def pages(self, tokens: int) -> int:
+        return _pages(self.pool.name, self.compress_ratio, tokens)
+
+
+class PageAllocator:
+    """Pages of up to ``max_requests`` requests of at most ``max_tokens`` tokens, out of ``blocks`` per block table.
+
+    ``blocks`` has an entry for every block table of :func:`v41_config.cache_pools`.
+    """
+
+    def __init__(self, config: ModelConfig, blocks: Mapping[str, int], max_requests: int, max_tokens: int) -> None:
+        self.config = config
+        self.max_tokens = max_tokens
+        self._tables: dict[str, _PagedTable] = {}
+        for pool in cache_pools(config):
+            name, ratio = pool.block_table, pool.compress_ratio
+            if name not in self._tables:
+                table = np.full((max_requests, _pages(name, ratio, max_tokens)), NO_BLOCK, dtype=np.int32)
+                reached = np.zeros(max_requests, dtype=np.int64)
+                self._tables[name] = _PagedTable(BlockPool(name, blocks[name]), ratio, table, reached)
+        self._rows = BlockPool("requests", max_requests)
+
+    @property
+    def free_blocks(self) -> dict[str, int]:
+        """Free blocks per block table."""
+        return {name: paged.pool.free_blocks for name, paged in self._tables.items()}
+
+    def admit(self) -> int:
+        """A row for a new request, with its state block. Errors: :class:`PoolError` when there is none."""
+        states = [p for name, p in self._tables.items() if name.endswith("_state")]
+        for pool in (self._rows, *(p.pool for p in states)):
+            pool.require(1, "a new request")
+        row = int(self._rows.lend(1)[0])
+        for paged in states:
+            self._extend(paged, row, 1)
+        return row
+
+    def grow(self, row: int, tokens: int) -> None:
+        """Lend the pages that ``tokens`` tokens of a request need; all of them, or none and an error.
+
+        Errors: :class:`PoolError` naming the pool, what is free and what is needed.
+        """
+        if tokens > self.max_tokens:
+            raise PoolError(f"request row {row}", f"{tokens} tokens", f"at most {self.max_tokens} tokens")
+        for paged in self._tables.values():
+            missing = paged.pages(tokens) - int(paged.reached[row])
+            paged.pool.require(max(0, missing), f"request row {row} at {tokens} tokens")
+        for paged in self._tables.values():
+            self._extend(paged, row, paged.pages(tokens))
+
+    @staticmethod
+    def _extend(paged: _PagedTable, row: int, pages: int) -> None:
+        new = slice(int(paged.reached[row]), max(pages, int(paged.reached[row])))
+        paged.table[row, new] = paged.pool.lend(new.stop - new.start)
+        paged.reached[row] = new.stop
+
+    def free_behind_window(self, row: int, tokens: int) -> None:
+        """Take back window pages that no token after the first ``tokens`` of a request will read."""
+        first_read = max(0, tokens - self.config.sliding_window + 1)
+        self._take_back("window", row, slice(0, first_read // BLOCK_ROWS))
+
+    def drop(self, row: int) -> None:
+        """Return everything a request holds, its row included."""
+        self._rows.take_back(np.array([row], dtype=np.int32))
+        for name, paged in self._tables.items():
+            self._take_back(name, row, slice(None))
+            paged.reached[row] = 0
+
+    def _take_back(self, name: str, row: int, pages: slice) -> None:
+        paged = self._tables[name]
+        entries = paged.table[row, pages]
+        paged.pool.take_back(entries[entries != NO_BLOCK])
+        paged.table[row, pages] = NO_BLOCK
+
+    def window_block_table(self, rows: Sequence[int]) -> Int32Array:
+        """``[B, pages]`` of the requests at ``rows``, in that order."""
+        return self._tables["window"].table[list(rows)]
+
+    def compressed_block_tables(self, rows: Sequence[int]) -> dict[int, Int32Array]:
+        """Per compression ratio ``[B, pages]``."""
+        tables = {
+            p.block_table: p.compress_ratio for p in cache_pools(self.config) if p.block_table.endswith("_cmp_kv")
+        }
+        return {ratio: self._tables[name].table[list(rows)] for name, ratio in tables.items()}
+
+    def state_block_tables(self, rows: Sequence[int]) -> dict[int, Int32Array]:
+        """Per KV source with a compressor state ``[B, 1]``."""
+        return {
+            layer: self._tables[pool.block_table].table[list(rows)]
+            for pool in cache_pools(self.config)
+            if pool.block_table.endswith("_state")
+            for layer in pool.owner_layers
+        }
