@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,18 +33,27 @@ def combine(expert_rows: Tensor, expert_ids: Tensor, shared: Tensor) -> Tensor:
     return result.add_(shared).to(torch.bfloat16)
 
 
-def moe(x: Tensor, weights: MoeWeights, config: ModelConfig) -> Tensor:
+def moe(
+    x: Tensor, weights: MoeWeights, config: ModelConfig, record: Callable[[str, Tensor], object] | None = None
+) -> Tensor:
     """Gate, experts and combination for tokens whose experts are all here (model.md section 14).
 
     Args:
         x: BF16 `[T, D]`, the normalised FFN input.
+        record: called with the name and value of the routes and of the shared expert's part.
 
     Returns:
         BF16 `[T, D]`.
     """
     routes = gate(x, weights.gate, weights.gate_bias, config)
+    shared = shared_expert(x, weights.shared, config)
+    if record is not None:
+        record("router_ids", routes.ids)
+        record("router_weights", routes.weights)
+        record("router_score_plus_bias", routes.biased_scores)
+        record("shared_out", shared)
     k = routes.ids.shape[1]
     rows = routed_experts(
         x.repeat_interleave(k, dim=0), routes.ids.flatten(), routes.weights.flatten(), weights.experts, config
     )
-    return combine(rows.unflatten(0, (-1, k)), routes.ids, shared_expert(x, weights.shared, config))
+    return combine(rows.unflatten(0, (-1, k)), routes.ids, shared)

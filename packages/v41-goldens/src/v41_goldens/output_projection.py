@@ -1,0 +1,46 @@
+"""From attention output back to the hidden width, as FP32 partials (model.md sections 13 and 18)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from v41_config import MX_GROUP, ModelConfig
+from v41_goldens.exact import dot
+from v41_goldens.linear import quantized_linear_fp32
+from v41_goldens.rope import apply_rope
+from v41_goldens.weights import AttentionWeights, Fp8Weight
+
+
+def grouped_output(
+    o: Tensor, weights: AttentionWeights, rope_cos: Tensor, rope_sin: Tensor, config: ModelConfig
+) -> Tensor:
+    """Undo the rotation, then each group's projection: o BF16 `[T, H, head_dim]` -> BF16 `[T, groups * o_lora_rank]`.
+
+    `wo_a` is used in BF16 (its decoded value is exact there) and its input is not quantised.
+    """
+    o = apply_rope(o, rope_cos, rope_sin, inverse=True)
+    heads_per_group = config.num_attention_heads // config.o_groups
+    grouped = o.unflatten(1, (-1, heads_per_group)).flatten(-2).transpose(0, 1)  # [groups, T, heads * head_dim]
+    wo_a = weights.wo_a.dequantize().bfloat16().unflatten(0, (-1, config.o_lora_rank))
+    return dot(grouped, wo_a).bfloat16().transpose(0, 1).flatten(1)
+
+
+def o_proj(u: Tensor, weights: AttentionWeights, parts: int = 1) -> Tensor:
+    """The row-parallel projection: u BF16 `[T, K]` -> FP32 `[T, D]`, not yet rounded to BF16.
+
+    With `parts` > 1 the inputs are cut into that many TP ranks' shares, whose FP32 partials are added in rank
+    order: what a tensor-parallel group computes, in one process.
+    """
+    width = u.shape[-1] // parts
+    partials = (
+        quantized_linear_fp32(u[:, start : start + width], _columns(weights.wo_b, start, start + width))
+        for start in range(0, u.shape[-1], width)
+    )
+    result = next(partials)
+    for partial in partials:
+        result = result + partial
+    return result
+
+
+def _columns(weight: Fp8Weight, start: int, stop: int) -> Fp8Weight:
+    return Fp8Weight(weight.codes[:, start:stop], weight.scale[:, start // MX_GROUP : stop // MX_GROUP])

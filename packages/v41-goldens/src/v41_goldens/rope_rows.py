@@ -1,0 +1,41 @@
+"""RoPE rows of one forward: gathered once for each distinct pair of profile and positions (model.md section 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from v41_config import ModelConfig, RopeProfile
+from v41_goldens.rope import materialize_rope_rows, precompute_rope_tables
+
+RopeTables = dict[RopeProfile, tuple[Tensor, Tensor]]
+"""Full cosine and sine tables per profile, FP32 `[capacity, rope_dim / 2]`, kept across forwards."""
+
+
+def rope_tables(config: ModelConfig, capacity: int, device: torch.device | str = "cpu") -> RopeTables:
+    """Both profiles' tables for positions below `capacity`."""
+    profiles: tuple[RopeProfile, ...] = ("swa", "compressed")
+    return {p: precompute_rope_tables(config, p, capacity, device=device) for p in profiles}
+
+
+class RopeRows:
+    """The rows of one forward. `gathers` counts how often a table was read."""
+
+    def __init__(self, tables: RopeTables) -> None:
+        self._tables = tables
+        self._rows: list[tuple[RopeProfile, Tensor, tuple[Tensor, Tensor]]] = []
+
+    @property
+    def gathers(self) -> int:
+        return len(self._rows)
+
+    def rows(self, profile: RopeProfile, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine FP32 `[T, rope_dim / 2]` of INT32 `position_ids` `[T]`; negative is no rotation."""
+        for known_profile, known_positions, rows in self._rows:
+            if known_profile == profile and (
+                known_positions is position_ids or torch.equal(known_positions, position_ids)
+            ):
+                return rows
+        gathered = materialize_rope_rows(*self._tables[profile], position_ids, position_ids.shape[0])
+        self._rows.append((profile, position_ids, gathered))
+        return gathered

@@ -1,0 +1,46 @@
+"""Attention over a per-token list of rows, with a sink, in chunks of 64 (model.md section 12, rule E4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from v41_goldens.exact import dot, exp, total
+
+CHUNK = 64
+"""Entries of the index list that share one running maximum update."""
+
+_LOWEST = -1e30
+"""The running maximum before the first entry; finite, so that an empty row meets no inf - inf."""
+
+
+def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """Attend each token to its own list of entries.
+
+    Args:
+        q: BF16 `[T, H, head_dim]`, rotated.
+        kv: BF16 `[T, N, head_dim]`, keys and values at once, in list order.
+        valid: bool `[T, N]`; other entries count for nothing, whatever their bytes.
+        sink: FP32 `[H]`, added to the denominator as `exp(sink - maximum)` after the last chunk.
+        scale: the softmax scale, used in FP32.
+
+    Returns:
+        BF16 `[T, H, head_dim]`; a row without a valid entry is zero. Probabilities are rounded to BF16 before the
+        product with the values, not in the denominator.
+    """
+    tokens, heads, width = q.shape
+    maximum = torch.full((tokens, heads, 1), _LOWEST, dtype=torch.float32, device=q.device)
+    denominator = torch.zeros_like(maximum)
+    accumulator = torch.zeros(tokens, heads, width, dtype=torch.float32, device=q.device)
+    scale_fp32 = torch.tensor(scale, dtype=torch.float32, device=q.device)
+    for kv_chunk, valid_chunk in zip(kv.split(CHUNK, dim=1), valid.split(CHUNK, dim=1), strict=True):
+        live = valid_chunk.unsqueeze(1)
+        values = torch.where(valid_chunk.unsqueeze(-1), kv_chunk, torch.zeros_like(kv_chunk))
+        scores = torch.where(live, dot(q, values) * scale_fp32, -torch.inf)
+        newest = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        decay, p = exp(maximum - newest), exp(scores - newest)
+        denominator = denominator * decay + total(p, dim=-1, keepdim=True)
+        accumulator = accumulator * decay + dot(p.bfloat16(), values.transpose(-1, -2))
+        maximum = newest
+    denominator = denominator + exp(sink.view(-1, 1) - maximum)
+    return (accumulator / denominator).bfloat16()
