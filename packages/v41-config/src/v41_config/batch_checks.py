@@ -10,11 +10,9 @@ import numpy.typing as npt
 
 from v41_config.cache_abi import BLOCK_ROWS
 from v41_config.errors import MetadataError
-from v41_config.model_config import ModelConfig
+from v41_config.model_config import INT32_MAX, ModelConfig
 
 _Array = npt.NDArray[Any]
-
-INT32_MAX = 2**31 - 1
 
 MAX_BLOCK = INT32_MAX // BLOCK_ROWS
 """Largest physical block whose last row is still an INT32."""

@@ -12,8 +12,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ModelWrapValidatorHandler,
-    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
@@ -28,6 +28,10 @@ MX_GROUP = 32
 FP4_CACHE_GROUP = 16
 """Elements of a compressed KV row that share one E4M3 scale (model.md section 2.6)."""
 
+INT32_MAX = 2**31 - 1
+"""Sizes stay below it: positions, token ids and physical rows are INT32."""
+
+_Size = Annotated[int, Field(gt=0, le=INT32_MAX)]
 _IntTuple = Annotated[tuple[int, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 
@@ -60,7 +64,7 @@ class RopeScaling(_Group):
     factor: _PositiveNumber
     beta_fast: _PositiveNumber
     beta_slow: _PositiveNumber
-    original_max_position_embeddings: PositiveInt
+    original_max_position_embeddings: _Size
 
 
 class QuantizationConfig(_Group):
@@ -85,39 +89,39 @@ class EngramConfig(_Group):
 
     layer_ids: _IntTuple
     num_embeddings: _IntTuple
-    max_ngram_size: PositiveInt
-    vocab_size: PositiveInt
-    n_heads: PositiveInt
-    head_dim: PositiveInt
+    max_ngram_size: _Size
+    vocab_size: _Size
+    n_heads: _Size
+    head_dim: _Size
     pad_token_id: int
-    compressed_vocab_size: PositiveInt
+    compressed_vocab_size: _Size
 
 
 class DraftingConfig(_Group):
     """The drafting (DSpark) layers, out of scope here: kept for checkpoint sizes."""
 
-    num_nextn_predict_layers: PositiveInt
-    block_size: PositiveInt
+    num_nextn_predict_layers: _Size
+    block_size: _Size
     noise_token_id: int
     target_layer_ids: _IntTuple
-    markov_rank: PositiveInt
-    n_routed_experts: PositiveInt
-    num_experts_per_tok: PositiveInt
+    markov_rank: _Size
+    n_routed_experts: _Size
+    num_experts_per_tok: _Size
 
 
 class VisionConfig(_Group):
     """The vision tower, out of scope here: kept for checkpoint sizes."""
 
     model_type: Literal["deepseek_v41_vision"] = "deepseek_v41_vision"
-    num_hidden_layers: PositiveInt
-    hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
-    intermediate_size: PositiveInt
-    patch_size: PositiveInt
+    num_hidden_layers: _Size
+    hidden_size: _Size
+    num_attention_heads: _Size
+    intermediate_size: _Size
+    patch_size: _Size
     rope_theta: _PositiveNumber
-    downsample_ratio: PositiveInt
-    max_image_tokens: PositiveInt
-    min_pixels: PositiveInt
+    downsample_ratio: _Size
+    max_image_tokens: _Size
+    min_pixels: _Size
     max_wh_ratio: _Number | None = None
 
 
@@ -131,17 +135,17 @@ class ModelConfig(_Group):
         ConfigError: naming the field, its value and the rule, from the constructor too.
     """
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    moe_intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
+    vocab_size: _Size
+    hidden_size: _Size
+    moe_intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
     num_key_value_heads: Literal[1] = 1
-    head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    q_lora_rank: PositiveInt
-    o_lora_rank: PositiveInt
-    o_groups: PositiveInt
+    head_dim: _Size
+    qk_rope_head_dim: _Size
+    q_lora_rank: _Size
+    o_lora_rank: _Size
+    o_groups: _Size
     hidden_act: Literal["silu"] = "silu"
     swiglu_limit: _PositiveNumber
     rms_norm_eps: _PositiveNumber
@@ -150,29 +154,29 @@ class ModelConfig(_Group):
     initializer_range: _Number = 0.02
     use_cache: bool = True
     tie_word_embeddings: Literal[False] = False
-    max_position_embeddings: PositiveInt
+    max_position_embeddings: _Size
     rope_theta: _PositiveNumber
     rope_scaling: RopeScaling
     compress_rope_theta: _PositiveNumber
-    n_routed_experts: PositiveInt
+    n_routed_experts: _Size
     n_shared_experts: Literal[1] = 1
-    num_experts_per_tok: PositiveInt
+    num_experts_per_tok: _Size
     scoring_func: Literal["sqrtsoftplus"] = "sqrtsoftplus"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     norm_topk_prob: Literal[True] = True
     routed_scaling_factor: _PositiveNumber
-    sliding_window: PositiveInt
+    sliding_window: _Size
     compress_ratios: _IntTuple
     kv_source_layer_ids: _IntTuple
     index_source_layer_ids: _IntTuple
-    index_n_heads: PositiveInt
-    index_head_dim: PositiveInt
-    index_topk: PositiveInt
+    index_n_heads: _Size
+    index_head_dim: _Size
+    index_topk: _Size
     candidate_source_layer_id: int
-    candidate_topk_blocks: PositiveInt
-    candidate_block_size: PositiveInt
-    hc_mult: PositiveInt
-    hc_sinkhorn_iters: PositiveInt
+    candidate_topk_blocks: _Size
+    candidate_block_size: _Size
+    hc_mult: _Size
+    hc_sinkhorn_iters: _Size
     hc_eps: _PositiveNumber
 
     bos_token_id: int = 0
@@ -314,7 +318,6 @@ def _check_consistency(c: ModelConfig) -> None:
             "at most head_dim and index_head_dim")  # fmt: skip
     require(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok", "at most n_routed_experts")
     require(c.sliding_window <= c.max_position_embeddings, "sliding_window", "at most max_position_embeddings")
-    require(c.max_position_embeddings < 2**31, "max_position_embeddings", "at most 2**31 - 1, as positions are INT32")
     for field in ("rope_theta", "compress_rope_theta"):
         require(getattr(c, field) > 1, field, "a base above 1")
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
