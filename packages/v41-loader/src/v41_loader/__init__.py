@@ -1,5 +1,59 @@
-"""DeepSeek-V4.1-Flash: checkpoint reading, validation, TP/EP sharding and synthetic checkpoints."""
+"""DeepSeek-V4.1-Flash: checkpoint reading, validation, TP/EP sharding and synthetic checkpoints.
 
-from v41_loader.synth import synthesize_checkpoint, synthesize_tensor
+Names that need torch are loaded when first used: inspecting and planning a checkpoint does not import it.
+"""
 
-__all__ = ["synthesize_checkpoint", "synthesize_tensor"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from v41_loader.errors import CheckpointError, ShardingError, SynthesisError
+from v41_loader.expected_tensors import ExpectedTensor, expected_tensor, expected_tensors
+from v41_loader.inventory import Inventory, read_inventory
+from v41_loader.partition import RankPart, rank_part
+from v41_loader.rules import RULES, Partition, TensorGroup, TensorRule
+from v41_loader.synth import SynthesisReport, synthesize_checkpoint
+
+if TYPE_CHECKING:
+    from v41_loader.checkpoint import Checkpoint, open_checkpoint
+    from v41_loader.shards import rank_tensors, shard_tensor
+    from v41_loader.synth.tensors import synthesize_tensor
+
+__all__ = [
+    "RULES",
+    "Checkpoint",
+    "CheckpointError",
+    "ExpectedTensor",
+    "Inventory",
+    "Partition",
+    "RankPart",
+    "ShardingError",
+    "SynthesisError",
+    "SynthesisReport",
+    "TensorGroup",
+    "TensorRule",
+    "expected_tensor",
+    "expected_tensors",
+    "open_checkpoint",
+    "rank_part",
+    "rank_tensors",
+    "read_inventory",
+    "shard_tensor",
+    "synthesize_checkpoint",
+    "synthesize_tensor",
+]
+
+_NEED_TORCH = {
+    "Checkpoint": "v41_loader.checkpoint",
+    "open_checkpoint": "v41_loader.checkpoint",
+    "rank_tensors": "v41_loader.shards",
+    "shard_tensor": "v41_loader.shards",
+    "synthesize_tensor": "v41_loader.synth.tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        return getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

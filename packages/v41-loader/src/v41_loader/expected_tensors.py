@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from v41_config.model_config import ModelConfig
-
 from v41_loader.errors import UnknownTensorError
 from v41_loader.rules import DTYPE_BYTES, RULES, Layers, Partition, TensorRule, dimension, layer_ids
 

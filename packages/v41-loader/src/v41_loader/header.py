@@ -1,4 +1,4 @@
-"""The header of a safetensors file: where each tensor's bytes stand. Encoding, and strict decoding of untrusted files."""
+"""The header of a safetensors file: where each tensor's bytes stand. Encoding, and strict decoding of untrusted ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from v41_loader.errors import (
+    DocumentTooLargeError,
+    HeaderSchemaError,
+    MalformedJsonError,
+    TensorOffsetsError,
+    TrailingBytesError,
+    TruncatedFileError,
+)
 from v41_loader.rules import DTYPE_BYTES
+from v41_loader.source_files import SourceFile, read_span
+from v41_loader.strict_json import MAX_DOCUMENT_BYTES, parse_json_object
 
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
+_MAX_DIMENSIONS = 8
+_METADATA = "__metadata__"
 # The library orders tensors by alignment (and so by this rank) first, then by name.
 _DTYPE_ORDER = ("F32", "BF16", "F8_E8M0", "F8_E4M3", "I8")
 
@@ -38,7 +51,7 @@ def encode_header(
     Byte-identical to `safetensors.torch.save_file(..., metadata={"format": "pt"})`, but known before any data is.
     """
     ordered = sorted(tensors, key=lambda tensor: (_DTYPE_ORDER.index(tensor[1]), tensor[0]))
-    document: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    document: dict[str, object] = {_METADATA: {"format": "pt"}}
     spans = []
     end = 0
     for name, dtype, shape in ordered:
@@ -50,3 +63,69 @@ def encode_header(
     data = _LENGTH_BYTES + len(text)
     entries = {name: TensorEntry(name, dtype, shape, data + a, data + b) for name, dtype, shape, a, b in spans}
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, entries
+
+
+def read_header(fd: int, source: SourceFile) -> Mapping[str, TensorEntry]:
+    """The tensors of an open safetensors file by name, in file order, their offsets checked against the file.
+
+    Every byte of the file belongs to the header or to exactly one tensor.
+
+    Raises:
+        DocumentTooLargeError: a header of more than `MAX_DOCUMENT_BYTES`.
+        TruncatedFileError: the file ends before its header or data does.
+        TrailingBytesError: the file goes on behind its data.
+        MalformedJsonError, DuplicateKeyError, HeaderSchemaError: not a safetensors header.
+        TensorOffsetsError: overlaps, gaps, or a size that dtype and shape do not give.
+    """
+    where = source.name
+    if source.nbytes < _LENGTH_BYTES:
+        raise TruncatedFileError(where, f"{source.nbytes} bytes", "a safetensors header")
+    length = int.from_bytes(read_span(fd, source, 0, _LENGTH_BYTES), "little")
+    if length > MAX_DOCUMENT_BYTES:
+        raise DocumentTooLargeError(f"{where}: header", length, f"at most {MAX_DOCUMENT_BYTES} bytes")
+    data = _LENGTH_BYTES + length
+    if data > source.nbytes:
+        raise TruncatedFileError(where, f"{source.nbytes} bytes", f"a header that ends at byte {data}")
+    text = read_span(fd, source, _LENGTH_BYTES, length)
+    if not text.startswith(b"{"):
+        raise MalformedJsonError(f"{where}: header", text[:1], "a JSON object")
+    document = parse_json_object(text, f"{where}: header")
+    metadata = document.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderSchemaError(f"{where}: {_METADATA}", metadata, "an object of strings")
+    entries = sorted(
+        (_entry(name, value, where, data) for name, value in document.items()), key=lambda e: (e.begin, e.end)
+    )
+    end = data
+    for entry in entries:
+        if entry.begin != end:
+            raise TensorOffsetsError(f"{entry.name} in {where}", entry.begin - data, f"data from byte {end - data} on")
+        end = entry.end
+    if end > source.nbytes:
+        raise TruncatedFileError(where, f"{source.nbytes} bytes", f"{end} bytes by its header")
+    if end < source.nbytes:
+        raise TrailingBytesError(where, f"{source.nbytes} bytes", f"{end} bytes by its header")
+    return {entry.name: entry for entry in entries}
+
+
+def _entry(name: str, value: Any, file: str, data: int) -> TensorEntry:
+    where = f"{name} in {file}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise HeaderSchemaError(where, value, "dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str):
+        raise HeaderSchemaError(where, dtype, "the name of a dtype")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise HeaderSchemaError(where, shape, f"a shape of at most {_MAX_DIMENSIONS} sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise HeaderSchemaError(where, offsets, "two ascending offsets")
+    begin, end = offsets
+    # A dtype that the release does not use has no size here; it is refused by name when the config is compared.
+    nbytes = math.prod(shape) * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else end - begin
+    if nbytes != end - begin:
+        raise TensorOffsetsError(where, end - begin, f"{nbytes} bytes for {dtype} {shape}")
+    return TensorEntry(name, dtype, tuple(shape), data + begin, data + end)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)

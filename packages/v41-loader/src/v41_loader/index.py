@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from v41_loader.errors import AmbiguousCheckpointError, CheckpointNotFoundError, IndexSchemaError
+from v41_loader.source_files import read_document, source_exists
+from v41_loader.strict_json import parse_json_object
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -9,3 +17,44 @@ SINGLE_FILE = "model.safetensors"
 def shard_file(shard: int, shards: int) -> str:
     """The file name of shard `shard` (from 0) of `shards`."""
     return f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """Which files hold the tensors. A single-file checkpoint has no weight map."""
+
+    files: tuple[str, ...]
+    weight_map: Mapping[str, str] | None = None
+    total_size: int | None = None
+
+
+def read_index(directory: Path, allowed_root: Path | None = None) -> CheckpointIndex:
+    """The index of a released directory, or the one file of a single-file checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: neither is there.
+        AmbiguousCheckpointError: both are.
+        IndexSchemaError: the index has another form; and what reading strict JSON raises.
+    """
+    has_index, has_single = (source_exists(directory, name) for name in (INDEX_FILE, SINGLE_FILE))
+    if has_index and has_single:
+        raise AmbiguousCheckpointError(str(directory), [INDEX_FILE, SINGLE_FILE], "one of them")
+    if has_single:
+        return CheckpointIndex((SINGLE_FILE,))
+    if not has_index:
+        raise CheckpointNotFoundError(str(directory), "neither", f"{INDEX_FILE} or {SINGLE_FILE}")
+    document = parse_json_object(read_document(directory, INDEX_FILE, allowed_root), INDEX_FILE)
+    weight_map, metadata = document.pop("weight_map", None), document.pop("metadata", {})
+    if document:
+        raise IndexSchemaError(INDEX_FILE, sorted(document), "no keys but metadata and weight_map")
+    if not isinstance(metadata, dict):
+        raise IndexSchemaError(f"{INDEX_FILE}: metadata", type(metadata).__name__, "an object")
+    total_size = metadata.get("total_size")
+    if total_size is not None and type(total_size) is not int:
+        raise IndexSchemaError(f"{INDEX_FILE}: metadata.total_size", total_size, "a number of bytes")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise IndexSchemaError(f"{INDEX_FILE}: weight_map", type(weight_map).__name__, "an object of tensors")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise IndexSchemaError(f"{INDEX_FILE}: {name}", file, "the name of a file")
+    return CheckpointIndex(tuple(sorted(set(weight_map.values()))), weight_map, total_size)

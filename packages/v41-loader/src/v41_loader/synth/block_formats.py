@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from v41_config.model_config import MX_GROUP
 
 Float32s = npt.NDArray[np.float32]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from v41_config.model_config import ModelConfig
-
 from v41_loader.errors import SynthesisError
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
 from v41_loader.header import TensorEntry, encode_header

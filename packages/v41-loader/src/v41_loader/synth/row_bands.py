@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from v41_config.model_config import MX_GROUP
 
+from v41_config.model_config import MX_GROUP
 from v41_loader.expected_tensors import ExpectedTensor
 from v41_loader.synth.block_formats import bf16_bits, fp4_groups, fp8_tiles
 from v41_loader.synth.random_streams import WordStream, normal, spread, uniform

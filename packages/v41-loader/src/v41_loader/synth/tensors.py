@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from v41_config.model_config import ModelConfig
 
+from v41_config.model_config import ModelConfig
 from v41_loader.expected_tensors import expected_tensor
 from v41_loader.synth.row_bands import make_band, row_bands
 from v41_loader.torch_dtypes import TORCH_DTYPES

@@ -1,0 +1,156 @@
+"""What a checkpoint directory holds, proven against its config from index and headers alone (no torch, no payload)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from v41_config.model_config import ModelConfig
+from v41_loader.errors import (
+    CheckpointNotFoundError,
+    DuplicateTensorError,
+    EngramCheckpointError,
+    IndexCoverageError,
+    MissingTensorError,
+    TensorDtypeError,
+    TensorShapeError,
+    TotalSizeError,
+    UnknownTensorError,
+)
+from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
+from v41_loader.header import TensorEntry, read_header
+from v41_loader.index import INDEX_FILE, CheckpointIndex, read_index
+from v41_loader.rules import TensorGroup
+from v41_loader.source_files import SourceFile, open_source
+
+CONFIG_FILE = "config.json"
+NOT_COMPARABLE = "not comparable with the released model"
+"""What every output made from an Engram checkpoint without its Engram says."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the config and the place where its bytes stand."""
+
+    expected: ExpectedTensor
+    file: str
+    entry: TensorEntry
+
+
+@dataclass(frozen=True)
+class GroupTotal:
+    """Number and bytes of the tensors of one class."""
+
+    group: TensorGroup
+    skipped: bool
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A checked checkpoint: its tensors are exactly those of the config, in the released dtypes and shapes."""
+
+    directory: Path
+    config: ModelConfig
+    files: Mapping[str, SourceFile]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def notice(self) -> str | None:
+        """What must be said of every result: `NOT_COMPARABLE` where the checkpoint has an Engram, else None."""
+        return NOT_COMPARABLE if self.config.engram else None
+
+    def group_totals(self) -> tuple[GroupTotal, ...]:
+        """One entry per class that occurs, in the order of `TensorGroup`."""
+        groups: dict[TensorGroup, list[ExpectedTensor]] = {}
+        for stored in self.tensors.values():
+            groups.setdefault(stored.expected.rule.group, []).append(stored.expected)
+        return tuple(
+            GroupTotal(group, members[0].skipped, len(members), sum(member.nbytes for member in members))
+            for group in TensorGroup
+            if (members := groups.get(group))
+        )
+
+
+def read_inventory(
+    directory: str | Path,
+    config: ModelConfig | None = None,
+    without_engram: bool = False,
+    allowed_root: str | Path | None = None,
+) -> Inventory:
+    """Check a released-format directory (index and shards, or one `model.safetensors`).
+
+    Args:
+        config: what the tensors must agree with; the directory's `config.json` by default.
+        without_engram: accept a checkpoint with Engram, whose text without it is `NOT_COMPARABLE`.
+        allowed_root: a directory outside that links may end in, such as the root of a Hugging Face cache.
+
+    Raises:
+        CheckpointError: the subclass of the first invariant that does not hold, naming tensor and file.
+        ConfigError: `config.json` is not a config of this model.
+    """
+    directory = Path(directory)
+    root = Path(allowed_root) if allowed_root is not None else None
+    if not directory.is_dir():
+        raise CheckpointNotFoundError(str(directory), "no directory", "a checkpoint directory")
+    config = config or _read_config(directory, root)
+    if config.engram and not without_engram:
+        raise EngramCheckpointError(
+            str(directory),
+            f"Engram in layers {list(config.engram.layer_ids)}",
+            f"a checkpoint without Engram, or without_engram (--without-engram), which is {NOT_COMPARABLE}",
+        )
+    index = read_index(directory, root)
+    files: dict[str, SourceFile] = {}
+    place: dict[str, tuple[str, TensorEntry]] = {}
+    for file in index.files:
+        with open_source(directory, file, root) as (fd, source):
+            files[file] = source
+            for name, entry in read_header(fd, source).items():
+                if name in place:
+                    raise DuplicateTensorError(f"{name} in {file}", place[name][0], "a tensor in one file")
+                place[name] = file, entry
+    _compare_with_index(index, place)
+    return Inventory(directory, config, files, _compare_with_config(config, place, index.total_size))
+
+
+def _read_config(directory: Path, root: Path | None) -> ModelConfig:
+    with open_source(directory, CONFIG_FILE, root) as (_, source):
+        return ModelConfig.from_json(source.path)
+
+
+def _compare_with_index(index: CheckpointIndex, place: Mapping[str, tuple[str, TensorEntry]]) -> None:
+    if index.weight_map is None:
+        return
+    for name, file in index.weight_map.items():
+        holder = place[name][0] if name in place else None
+        if holder != file:
+            raise IndexCoverageError(f"{name} in {INDEX_FILE}", file, f"{holder or 'a file'} that holds the tensor")
+    for name, (file, _) in place.items():
+        if name not in index.weight_map:
+            raise IndexCoverageError(f"{name} in {file}", "no entry", f"an entry in {INDEX_FILE}")
+
+
+def _compare_with_config(
+    config: ModelConfig, place: Mapping[str, tuple[str, TensorEntry]], total_size: int | None
+) -> Mapping[str, StoredTensor]:
+    expected = expected_tensors(config)
+    for name, (file, _) in place.items():
+        if name not in expected:
+            raise UnknownTensorError(f"{name} in {file}", name, "a tensor that the config has")
+    tensors = {}
+    for name, tensor in expected.items():
+        if name not in place:
+            raise MissingTensorError(name, "no tensor", f"{tensor.dtype} {list(tensor.shape)} in a shard")
+        file, entry = place[name]
+        if entry.dtype != tensor.dtype:
+            raise TensorDtypeError(f"{name} in {file}", entry.dtype, tensor.dtype)
+        if entry.shape != tensor.shape:
+            raise TensorShapeError(f"{name} in {file}", list(entry.shape), str(list(tensor.shape)))
+        tensors[name] = StoredTensor(tensor, file, entry)
+    found = sum(tensor.entry.nbytes for tensor in tensors.values())
+    if total_size not in (None, found):
+        raise TotalSizeError(f"total_size in {INDEX_FILE}", total_size, f"the tensors' {found} bytes")
+    return tensors

@@ -1,0 +1,63 @@
+"""Which part of each tensor a rank holds: TP ranges along one axis, experts by EP (model.md sections 18 and 20)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from v41_config.model_config import ModelConfig
+from v41_config.parallel_layout import ParallelLayout
+from v41_loader.errors import ShardingError
+from v41_loader.expected_tensors import ExpectedTensor
+from v41_loader.rules import Partition
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """Stored items `[start, stop)` along `axis`; a whole tensor where `axis` is None."""
+
+    shape: tuple[int, ...]
+    axis: int | None = None
+    start: int = 0
+    stop: int = 0
+
+
+def rank_part(tensor: ExpectedTensor, config: ModelConfig, layout: ParallelLayout, rank: int) -> RankPart | None:
+    """The part of a tensor that a rank holds; None for another rank's expert and for skipped groups.
+
+    Raises:
+        LayoutError: the layout does not divide the config, or has no such rank.
+        ShardingError: a cut would fall inside a packed byte or a scale's tile.
+    """
+    layout.check(config)
+    match tensor.rule.partition:
+        case Partition.SKIPPED:
+            return None
+        case Partition.REPLICATED:
+            return RankPart(tensor.shape)
+        case Partition.EXPERTS:
+            assert tensor.expert is not None
+            owned = layout.expert_owner(config, tensor.expert) == layout.ep_rank(rank)
+            return RankPart(tensor.shape) if owned else None
+        case Partition.HEADS:
+            units, count = layout.head_range(config, rank), config.num_attention_heads
+        case Partition.OUTPUT_GROUPS:
+            units, count = layout.output_group_range(config, rank), config.o_groups
+        case Partition.VOCABULARY:
+            units, count = layout.vocab_range(config, rank), config.vocab_size
+    axis = tensor.rule.axis
+    assert axis is not None
+    start, stop = (_items(tensor, axis, edge, count, layout) for edge in (units.start, units.stop))
+    shape = (*tensor.shape[:axis], stop - start, *tensor.shape[axis + 1 :])
+    return RankPart(shape, axis, start, stop)
+
+
+def _items(tensor: ExpectedTensor, axis: int, edge: int, count: int, layout: ParallelLayout) -> int:
+    """The stored item at which unit `edge` of `count` begins."""
+    items, inside = divmod(tensor.shape[axis] * edge, count)
+    if inside:
+        raise ShardingError(
+            f"{tensor.name} over tp={layout.tp}",
+            f"{tensor.shape[axis]} stored items along dimension {axis} for {count} units",
+            f"a cut between tiles of {tensor.rule.item_extents[axis]}",
+        )
+    return items

@@ -1,0 +1,112 @@
+"""Opening the files of an untrusted checkpoint: plain names, inside its directory, regular, and unchanged since."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from v41_loader.errors import (
+    CheckpointNotFoundError,
+    DocumentTooLargeError,
+    LinkEscapeError,
+    NotARegularFileError,
+    ShardNameError,
+    SourceChangedError,
+    TensorReadError,
+)
+from v41_loader.strict_json import MAX_DOCUMENT_BYTES
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was when it was checked; `path` has its links resolved."""
+
+    name: str
+    path: Path
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+    def require_unchanged(self) -> None:
+        """Raise `SourceChangedError` unless the path still leads to the same, unwritten file."""
+        try:
+            now = _described(self.name, self.path, os.stat(self.path))
+        except OSError as error:
+            raise SourceChangedError(self.name, error.strerror, "the file that was checked") from error
+        if now != self:
+            raise SourceChangedError(self.name, "a file of other content", "the file that was checked")
+
+
+def _described(name: str, path: Path, status: os.stat_result) -> SourceFile:
+    return SourceFile(name, path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def source_exists(directory: Path, name: str) -> bool:
+    """Whether a name stands in the directory, be it a broken link."""
+    return os.path.lexists(directory / name)
+
+
+@contextmanager
+def open_source(directory: Path, name: str, allowed_root: Path | None = None) -> Iterator[tuple[int, SourceFile]]:
+    """Open `name` in a checkpoint directory for reading: its file descriptor and description.
+
+    Links are followed as long as they end in the directory, or in `allowed_root` (a Hugging Face cache, say).
+
+    Raises:
+        ShardNameError: not a plain file name.
+        LinkEscapeError: a link that ends elsewhere.
+        CheckpointNotFoundError: no such file.
+        NotARegularFileError: a FIFO, device, socket or directory.
+    """
+    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+        raise ShardNameError(str(directory), name, "a plain file name")
+    path = Path(os.path.realpath(directory / name))
+    roots = [Path(os.path.realpath(root)) for root in (directory, allowed_root) if root is not None]
+    if not any(path.is_relative_to(root) for root in roots):
+        raise LinkEscapeError(name, str(path), f"a link that ends in {' or '.join(map(str, roots))}")
+    try:
+        # O_NONBLOCK: a FIFO without a writer must not hang. O_NOFOLLOW: no link may appear after it was resolved.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(str(directory), name, "a file of that name") from None
+    except OSError as error:
+        raise TensorReadError(name, error.strerror, "a readable file") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotARegularFileError(name, stat.filemode(status.st_mode), "a regular file")
+        yield fd, _described(name, path, status)
+    finally:
+        os.close(fd)
+
+
+def read_document(directory: Path, name: str, allowed_root: Path | None = None) -> bytes:
+    """A whole small file.
+
+    Raises:
+        DocumentTooLargeError: more than `MAX_DOCUMENT_BYTES`; and what `open_source` raises.
+    """
+    with open_source(directory, name, allowed_root) as (fd, source):
+        if source.nbytes > MAX_DOCUMENT_BYTES:
+            raise DocumentTooLargeError(name, source.nbytes, f"at most {MAX_DOCUMENT_BYTES} bytes")
+        return read_span(fd, source, 0, source.nbytes)
+
+
+def read_span(fd: int, source: SourceFile, begin: int, count: int) -> bytes:
+    """Exactly `count` bytes from offset `begin`; `SourceChangedError` where the file has become shorter."""
+    parts = []
+    while count:
+        try:
+            part = os.pread(fd, count, begin)
+        except OSError as error:
+            raise TensorReadError(source.name, error.strerror, "readable bytes") from error
+        if not part:
+            raise SourceChangedError(source.name, "an end of file", f"{count} more bytes")
+        parts.append(part)
+        begin, count = begin + len(part), count - len(part)
+    return b"".join(parts)
