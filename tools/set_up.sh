@@ -3,6 +3,7 @@
 # the files that describe it; the stamp given as first argument is written last, so that an interrupted run is redone.
 # PYTHON=... chooses the interpreter.
 set -euo pipefail
+trap 'exit 130' INT TERM
 stamp=$1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -24,8 +25,13 @@ find_python() {
     return 1
 }
 
+usable() { # is .venv there, on a supported Python, and not left half-made by an interrupted run?
+    [ ! -e "$unfinished" ] && supported .venv/bin/python && .venv/bin/python -m pip --version
+}
+
+unfinished=.venv/set-up-unfinished
 rm -f "$stamp"
-if ! { supported .venv/bin/python && .venv/bin/python -m pip --version; } >/dev/null 2>&1; then
+if ! usable >/dev/null 2>&1; then
     python=$(find_python)
     echo "set-up: creating .venv with $("$python" --version)"
     if ! "$python" -m venv --clear .venv; then
@@ -33,6 +39,7 @@ if ! { supported .venv/bin/python && .venv/bin/python -m pip --version; } >/dev/
         exit 1
     fi
 fi
+touch "$unfinished"
 
 pip() { .venv/bin/python -m pip --quiet --quiet "$@"; }
 pip install "$(grep '^pip==' constraints.txt)"
@@ -44,6 +51,6 @@ for package in packages/*/; do editables+=(--editable "$package"); done
 pip install --constraint constraints.txt --no-build-isolation "${editables[@]}"
 pip check
 
-echo "made by tools/set_up.sh" >"$stamp.partial"
-mv "$stamp.partial" "$stamp"
+rm "$unfinished"
+touch "$stamp"
 echo "set-up: done"
