@@ -16,6 +16,9 @@ from torch import Tensor
 _CHUNK_ELEMENTS = 1 << 18
 """float64 weight elements converted at a time (2 MB): a chunk stays in cache between conversion and product."""
 
+_SPLIT_ELEMENTS = 1 << 22
+"""Activation elements that `dot_fp32` splits at a time (32 MB for each float64 copy)."""
+
 
 def dot(x: Tensor, w: Tensor) -> Tensor:
     """Dot products of the rows of `x` with the rows of `w` (E1; model.md section 3).
@@ -27,7 +30,7 @@ def dot(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         FP32 `[..., M, N]`: float64 products summed in float64, one rounding to FP32; zero is +0.
     """
-    return dot_by_rows(x, w.shape[-2], lambda start, stop: w[..., start:stop, :].to(torch.float64))
+    return dot_by_rows(x, w.shape[-2], lambda start, stop: w[..., start:stop, :])
 
 
 def dot_by_rows(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
@@ -36,20 +39,49 @@ def dot_by_rows(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor
     Args:
         x: `[..., M, K]`, any float dtype.
         n: number of weight rows.
-        rows: gives rows `start:stop` of the weights as float64 `[..., stop - start, K]`; both bounds are multiples
-            of 32, except that `stop` may be `n`.
+        rows: gives rows `start:stop` of the weights `[..., stop - start, K]`, any float dtype; both bounds are
+            multiples of 32, except that `stop` may be `n`.
 
     Returns:
         FP32 `[..., M, n]`.
     """
     x64 = x.to(torch.float64)
     step = max(32, _CHUNK_ELEMENTS // max(1, x.shape[-1]) // 32 * 32)
-    if n <= step:
-        return _round(torch.matmul(x64, rows(0, n).transpose(-1, -2)))
-    parts = [
-        _round(torch.matmul(x64, rows(start, min(start + step, n)).transpose(-1, -2))) for start in range(0, n, step)
-    ]
-    return torch.cat(parts, dim=-1)
+
+    def chunk(start: int) -> Tensor:
+        w64 = rows(start, min(start + step, n)).to(torch.float64)
+        return _round(torch.matmul(x64, w64.transpose(-1, -2)))
+
+    return chunk(0) if n <= step else torch.cat([chunk(start) for start in range(0, n, step)], dim=-1)
+
+
+def dot_fp32(x: Tensor, w: Tensor) -> Tensor:
+    """`dot` for weights with all 24 bits of FP32 (E1), where a plain float64 sum still depends on its order.
+
+    Products of BF16 or narrower numbers leave float64 room to sum thousands of them exactly; 24-bit weights do not,
+    and a GEMM picks another order for another batch shape. So `x` and `w` are each cut into a leading part, short
+    enough that its products sum exactly, and a rest about 2^-17 of the largest element. Order then only touches
+    bits 2^17 below the last one of float64.
+
+    Args:
+        x: `[M, K]`, any float dtype.
+        w: FP32 `[N, K]`.
+
+    Returns:
+        FP32 `[M, N]`.
+    """
+    w64 = w.to(torch.float64)
+    bits = (50 - max(1, x.shape[-1] - 1).bit_length()) // 2
+    w_lead, w_rest = _split(w64, bits)
+
+    def block(rows: Tensor) -> Tensor:
+        lead, rest = _split(rows.to(torch.float64), bits)
+        small = torch.matmul(lead, w_rest.T).add_(torch.matmul(rest, w64.T))
+        return _round(torch.matmul(lead, w_lead.T).add_(small))
+
+    rows_at_once = max(1, _SPLIT_ELEMENTS // max(1, x.shape[-1]))
+    blocks = [block(rows) for rows in x.split(rows_at_once)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -138,6 +170,17 @@ def _function(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not _warm:
         warm_up()
     return function(x.to(torch.float64)).to(torch.float32)
+
+
+def _split(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """float64 `lead + rest = x` exactly, `lead` on a grid of about 2^-bits of its row's largest magnitude.
+
+    Adding and subtracting a large number rounds to that number's own grid. With K columns and
+    `2 * bits + 3 + log2(K) <= 53`, dot products of two leads are exact in any order.
+    """
+    magic = x.abs().amax(-1, keepdim=True) * (1.5 * 2.0 ** (52 - bits))
+    lead = (x + magic).sub_(magic)
+    return lead, x - lead
 
 
 def _round(x: Tensor) -> Tensor:

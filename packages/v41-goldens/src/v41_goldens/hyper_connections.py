@@ -23,7 +23,7 @@ def mhc_mixes(x_hc: Tensor, weights: HyperConnectionWeights, config: ModelConfig
         sublayer uses `post` and `comb`; `pre` belongs to the next sublayer.
     """
     streams = x_hc.flatten(1).to(torch.float32)
-    mixes = exact.dot(streams, weights.fn) * inverse_rms(streams, config.rms_norm_eps)
+    mixes = exact.dot_fp32(streams, weights.fn) * inverse_rms(streams, config.rms_norm_eps)
     return mhc_split(mixes, weights.scale, weights.base, config)
 
 
@@ -88,9 +88,9 @@ def _sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     # Tokens innermost: sums over a stream index then run over whole vectors.
     c = logits.permute(1, 2, 0).contiguous()
     c = exact.exp(c - c.amax(1, keepdim=True))
-    c = c / exact.total(c, 1, keepdim=True) + eps
-    c = c / (exact.total(c, 0, keepdim=True) + eps)
+    c.div_(exact.total(c, 1, keepdim=True)).add_(eps)
+    c.div_(exact.total(c, 0, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        c = c / (exact.total(c, 1, keepdim=True) + eps)
-        c = c / (exact.total(c, 0, keepdim=True) + eps)
+        c.div_(exact.total(c, 1, keepdim=True).add_(eps))
+        c.div_(exact.total(c, 0, keepdim=True).add_(eps))
     return c.permute(2, 0, 1).contiguous()

@@ -26,6 +26,9 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_NAN = 255
 """The E8M0 code that is not a number."""
 
+_E4M3_BITS_IN_FP16 = ~0x4000
+"""Clears the copy of the sign that shifting a sign-extended byte leaves in the top exponent bit."""
+
 
 def e4m3_decode(codes: Tensor) -> Tensor:
     """E4M3 codes to FP32, exactly (model.md section 2.1).
@@ -33,7 +36,16 @@ def e4m3_decode(codes: Tensor) -> Tensor:
     Args:
         codes: float8_e4m3fn, or uint8 holding the same bytes; any shape. Bytes 0x7F and 0xFF are NaN.
     """
-    return _as_dtype(codes, torch.float8_e4m3fn, "e4m3_decode codes").to(torch.float32)
+    codes = _as_dtype(codes.contiguous(), torch.float8_e4m3fn, "e4m3_decode codes")
+    # Sign, exponent and mantissa placed at the same ends of an FP16 number mean 2^-8 times the value, subnormals too:
+    # ten times as fast on a CPU as torch's cast. Only the NaN codes come out wrong, as 480.
+    fp16 = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_E4M3_BITS_IN_FP16)
+    values = fp16.view(torch.float16).to(torch.float32).mul_(256.0)
+    if values.numel():
+        low, high = torch.aminmax(values)
+        if low < -E4M3_MAX or high > E4M3_MAX:
+            return codes.to(torch.float32)
+    return values
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
@@ -80,14 +92,9 @@ def e2m1_decode(packed: Tensor) -> Tensor:
     Returns:
         FP32 `[..., K]`; nibble 8 decodes to -0.
     """
-    return e2m1_decode_as(packed, torch.float32)
-
-
-def e2m1_decode_as(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """`e2m1_decode` straight to another float dtype that holds every E2M1 value, for callers that need it next."""
     index = _as_dtype(packed, torch.uint8, "e2m1_decode packed").to(torch.int32)
-    pairs = _e2m1_pairs(packed.device, dtype).index_select(0, index.reshape(-1))
-    return pairs.view(*packed.shape[:-1], packed.shape[-1] * 2)
+    pairs = _e2m1_pairs(packed.device).index_select(0, index.reshape(-1))
+    return pairs.view(torch.float32).view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
@@ -119,11 +126,11 @@ def _as_dtype(codes: Tensor, dtype: torch.dtype, where: str) -> Tensor:
 
 
 @functools.cache
-def _e2m1_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`[256, 2]`: the two values in each byte, low nibble first."""
-    nibbles = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=dtype)
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """`[256]`: the two FP32 values in each byte, low nibble first, as one int64, so that a byte is one look-up."""
+    nibbles = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=torch.float32)
     byte = torch.arange(256)
-    return torch.stack((nibbles[byte & 0xF], nibbles[byte >> 4]), dim=-1).to(device)
+    return torch.stack((nibbles[byte & 0xF], nibbles[byte >> 4]), dim=-1).view(torch.int64).squeeze(-1).to(device)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from v41_config.model_config import MX_GROUP, ModelConfig
 from v41_goldens.errors import WeightError
-from v41_goldens.number_formats import e2m1_decode_as, e8m0_decode
+from v41_goldens.number_formats import e2m1_decode, e4m3_decode, e8m0_decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +46,10 @@ class Fp8Weight:
         """Rows `start:stop` as a view; both must be multiples of 32."""
         return Fp8Weight(self.codes[start:stop], self.scale[start // MX_GROUP : stop // MX_GROUP])
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[N, K]` in FP32 or float64: code times scale, exact (a value beyond FP32's range becomes infinite there)."""
-        tiles = self.codes.to(dtype).unflatten(0, (-1, MX_GROUP)).unflatten(2, (-1, MX_GROUP))
-        return tiles.mul_(e8m0_decode(self.scale).to(dtype)[:, None, :, None]).flatten(2).flatten(0, 1)
+    def dequantize(self) -> Tensor:
+        """FP32 `[N, K]`: code times scale, exact (a product beyond FP32's range becomes infinite)."""
+        tiles = e4m3_decode(self.codes).unflatten(0, (-1, MX_GROUP)).unflatten(2, (-1, MX_GROUP))
+        return tiles.mul_(e8m0_decode(self.scale)[:, None, :, None]).view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +81,10 @@ class Fp4Weight:
         """Rows `start:stop` as a view."""
         return Fp4Weight(self.packed[start:stop], self.scale[start:stop])
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[N, K]` in FP32 or float64: code times scale, exact (a value beyond FP32's range becomes infinite there)."""
-        groups = e2m1_decode_as(self.packed, dtype).unflatten(1, (-1, MX_GROUP))
-        return groups.mul_(e8m0_decode(self.scale).to(dtype).unsqueeze(-1)).flatten(1)
+    def dequantize(self) -> Tensor:
+        """FP32 `[N, K]`: code times scale, exact (a product beyond FP32's range becomes infinite)."""
+        groups = e2m1_decode(self.packed).unflatten(1, (-1, MX_GROUP))
+        return groups.mul_(e8m0_decode(self.scale).unsqueeze(-1)).view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
