@@ -5,7 +5,7 @@
 
 VENV_PYTHON := .venv/bin/python
 STAMP := .venv/set-up-complete
-TEST_DIRECTORIES := $(wildcard packages/*/tests tests)
+TEST_DIRECTORIES := $(sort $(dir $(wildcard packages/*/tests/*.py tests/*.py)))
 
 help:
 	@echo "make demo     tokens from eight ranks on the tiny checkpoint, checked against one process"
@@ -33,7 +33,7 @@ conform: $(STAMP)
 lint: $(STAMP)
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
-	$(VENV_PYTHON) -m mypy packages/*/src tools
+	$(VENV_PYTHON) -m mypy packages/*/src tools conftest.py
 	set -e; for directory in $(TEST_DIRECTORIES); do $(VENV_PYTHON) -m mypy $$directory; done
 
 wheels: $(STAMP)
