@@ -1,4 +1,4 @@
-"""The header of a safetensors file: where each tensor's bytes stand. Encoding, and strict decoding of untrusted ones."""
+"""The header of a safetensors file: where each tensor's bytes stand. Encoding, and strict decoding."""
 
 from __future__ import annotations
 

@@ -32,14 +32,12 @@ class SourceFile:
     nbytes: int
     modified_ns: int
 
-    def require_unchanged(self) -> None:
-        """Raise `SourceChangedError` unless the path still leads to the same, unwritten file."""
-        try:
-            now = _described(self.name, self.path, os.stat(self.path))
-        except OSError as error:
-            raise SourceChangedError(self.name, error.strerror, "the file that was checked") from error
-        if now != self:
-            raise SourceChangedError(self.name, "a file of other content", "the file that was checked")
+
+def require_unchanged(fd: int, source: SourceFile) -> None:
+    """Raise `SourceChangedError` unless an open file is the one that was checked, unwritten since."""
+    now = _described(source.name, source.path, os.fstat(fd))
+    if now != source:
+        raise SourceChangedError(str(source.path), "a file that was replaced or written to", "the file as checked")
 
 
 def _described(name: str, path: Path, status: os.stat_result) -> SourceFile:
@@ -98,15 +96,24 @@ def read_document(directory: Path, name: str, allowed_root: Path | None = None) 
 
 
 def read_span(fd: int, source: SourceFile, begin: int, count: int) -> bytes:
-    """Exactly `count` bytes from offset `begin`; `SourceChangedError` where the file has become shorter."""
-    parts = []
-    while count:
+    """Exactly `count` bytes from offset `begin`; errors as `read_into`."""
+    buffer = bytearray(count)
+    read_into(fd, source, begin, memoryview(buffer))
+    return bytes(buffer)
+
+
+def read_into(fd: int, source: SourceFile, begin: int, buffer: memoryview) -> None:
+    """Fill a buffer of bytes from offset `begin`.
+
+    Raises:
+        SourceChangedError: the file has become shorter.
+        TensorReadError: the device failed.
+    """
+    while buffer:
         try:
-            part = os.pread(fd, count, begin)
+            count = os.preadv(fd, [buffer], begin)
         except OSError as error:
-            raise TensorReadError(source.name, error.strerror, "readable bytes") from error
-        if not part:
-            raise SourceChangedError(source.name, "an end of file", f"{count} more bytes")
-        parts.append(part)
-        begin, count = begin + len(part), count - len(part)
-    return b"".join(parts)
+            raise TensorReadError(f"{source.name} at byte {begin}", error.strerror, "readable bytes") from error
+        if not count:
+            raise SourceChangedError(source.name, f"an end at byte {begin}", f"{source.nbytes} bytes")
+        begin, buffer = begin + count, buffer[count:]

@@ -41,7 +41,7 @@ E2M1 = SmallFloat(mantissa_bits=1, min_exponent=0, largest=6.0, sign_bit=3)
 def bf16_bits(values: Float32s) -> npt.NDArray[np.uint16]:
     """BF16 codes of finite FP32 values, rounded to nearest even."""
     bits = values.view(np.uint32)
-    rounded = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded: npt.NDArray[np.uint32] = (bits >> np.uint32(16)) & np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
     rounded >>= np.uint32(16)
@@ -57,7 +57,7 @@ def pow2_ceil_exponent(x: Float32s) -> Int32s:
 
 def small_float_codes(bits: Int32s, inverse_scale: Float32s, form: SmallFloat) -> Bytes:
     """Codes of `value * inverse_scale` in `form`, one per byte; values by their FP32 bits, at most `largest` scaled."""
-    magnitude = (bits & _MAGNITUDE_MASK).view(np.float32)
+    magnitude: Float32s = (bits & _MAGNITUDE_MASK).view(np.float32)
     magnitude *= inverse_scale
     # step = one unit in the last place of `form` at this magnitude; adding 2^23 steps makes the FPU round to a
     # multiple of it, and leaves that multiple in the low bits of the sum.

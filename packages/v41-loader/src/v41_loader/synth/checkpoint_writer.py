@@ -159,7 +159,7 @@ def _write_band(fd: int, entries: Mapping[str, TensorEntry], band: RowBand, seed
 def _write_rows(fd: int, entry: TensorEntry, band: RowBand, data: StoredBytes) -> int:
     logical_rows = band.tensor.shape[0]  # weights are stored row by row, so logical rows are stored rows
     offset = entry.begin + entry.nbytes * band.start // logical_rows
-    view = memoryview(data)
+    view = data.data
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count

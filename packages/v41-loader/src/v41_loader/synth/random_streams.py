@@ -11,6 +11,9 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
+Words = npt.NDArray[np.uint64]
+Doubles = npt.NDArray[np.float64]
+
 _WORDS_PER_COUNTER = 4
 _LANE_MASK = np.uint64(0x0000_FFFF_0000_FFFF)
 _LANE_MAX = 65535
@@ -27,13 +30,13 @@ class WordStream:
         self._generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
         self.take(skipped)
 
-    def take(self, count: int) -> npt.NDArray[np.uint64]:
+    def take(self, count: int) -> Words:
         """The next `count` words."""
         # Unlike BitGenerator.random_raw, integers() releases the GIL; over the full range it returns the raw words.
         return self._generator.integers(0, 2**64 - 1, endpoint=True, size=count, dtype=np.uint64)
 
 
-def normal(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+def normal(words: Words) -> Doubles:
     """Nearly normal values: the four 16-bit lanes of each word summed, centred, scaled. Overwrites `words`."""
     odd_lanes = words >> np.uint64(16)
     odd_lanes &= _LANE_MASK
@@ -41,17 +44,19 @@ def normal(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     words += odd_lanes
     words += words >> np.uint64(32)
     # The low half of each word is the sum; on a little-endian machine it comes first.
-    values = words.view(np.int32)[::2].astype(np.float64)
+    values: Doubles = words.view(np.int32)[::2].astype(np.float64)
     values -= 2 * _LANE_MAX
     values /= _LANE_SUM_STD
     return values
 
 
-def uniform(words: npt.NDArray[np.uint64], low: float, high: float) -> npt.NDArray[np.float64]:
+def uniform(words: Words, low: float, high: float) -> Doubles:
     """Values in [low, high) from the upper 24 bits of each word."""
-    return low + (high - low) * ((words >> np.uint64(40)).astype(np.float64) / 2.0**24)
+    fractions: Doubles = (words >> np.uint64(40)).astype(np.float64) / 2.0**24
+    return low + (high - low) * fractions
 
 
-def spread(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+def spread(words: Words) -> Doubles:
     """Factors 8/11, 9/11, ... 15/11 that give rows and columns different sizes, so that block scales differ."""
-    return (8 + (words & np.uint64(7)).astype(np.float64)) / 11.0
+    elevenths: Doubles = 8 + (words & np.uint64(7)).astype(np.float64)
+    return elevenths / 11.0

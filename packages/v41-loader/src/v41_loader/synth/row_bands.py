@@ -59,11 +59,11 @@ def make_band(band: RowBand, seed: int) -> tuple[StoredBytes, StoredBytes | None
             return _stored(_mix_base(seed, name, count, distribution), tensor.dtype), None
         case Normal():
             std = distribution.scaled_std(tensor.shape[-1])
-            words = WordStream(seed, name, band.start * width)
+            stream = WordStream(seed, name, band.start * width)
             out = np.empty(count, np.float32)
             for at in range(0, count, BLOCK_ELEMENTS):
                 block = out[at : at + BLOCK_ELEMENTS]
-                values = normal(words.take(block.size))
+                values = normal(stream.take(block.size))
                 values *= std
                 values += distribution.mean
                 block[:] = values
@@ -100,7 +100,8 @@ def _quantised_band(band: RowBand, seed: int, name: str, gain: float) -> tuple[S
     std = gain / width**0.5
     values = np.empty((MX_GROUP, width), np.float32)
     rows_per_block = max(1, BLOCK_ELEMENTS // width)
-    codes, scales = [], []
+    codes: list[StoredBytes] = []
+    scales: list[StoredBytes] = []
     for tile in range(0, band.stop - band.start, MX_GROUP):
         for at in range(0, MX_GROUP, rows_per_block):
             block = values[at : at + rows_per_block]
