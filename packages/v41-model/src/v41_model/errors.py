@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from v41_config.errors import V41Error
 
-__all__ = ["PoolError", "RankError", "RequestError", "SessionError", "SlabError", "WorldError"]
+__all__ = ["PoolError", "RankError", "RequestError", "SessionError", "SlabError", "VectorsError", "WorldError"]
 
 
 class WorldError(V41Error):
@@ -37,3 +37,7 @@ class PoolError(V41Error):
 
 class SessionError(V41Error):
     """A session used against its contract."""
+
+
+class VectorsError(V41Error):
+    """A conformance file that does not hold what its keys promise."""

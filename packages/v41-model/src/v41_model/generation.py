@@ -1,0 +1,175 @@
+"""Prompts in, tokens out: admission, pages and the order of work on top of a :class:`ModelSession`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from v41_config import ModelConfig
+from v41_model.errors import RequestError
+from v41_model.greedy import greedy_tokens
+from v41_model.page_allocator import PageAllocator, blocks_for_requests
+from v41_model.session import ModelSession
+from v41_model.step_batch import StepBatch
+
+__all__ = ["MAX_STEP_ROWS", "Request", "RequestGroup", "check_prompt", "generate", "spread_contiguously"]
+
+MAX_STEP_ROWS = 4096
+"""Rows of a DP group in one step; longer prompts are prefilled in chunks."""
+
+
+def spread_contiguously(requests: int, groups: int) -> list[range]:
+    """Which requests each DP group takes: runs of neighbours, sizes as equal as possible, the first ones larger."""
+    bounds = np.array_split(np.arange(requests), groups)
+    starts = np.cumsum([0, *(len(part) for part in bounds)])
+    return [range(int(a), int(b)) for a, b in itertools.pairwise(starts)]
+
+
+def check_prompt(config: ModelConfig, where: str, tokens: Sequence[int], new_tokens: int) -> None:
+    """Raise :class:`RequestError` for a prompt that is empty, leaves the vocabulary or grows past the last position."""
+    if not tokens:
+        raise RequestError(where, "no tokens", "at least one token id")
+    for position, token in enumerate(tokens):
+        if not 0 <= token < config.vocab_size:
+            raise RequestError(f"{where}[{position}]", token, f"0 <= token id < vocab_size = {config.vocab_size}")
+    if len(tokens) + new_tokens > config.max_position_embeddings:
+        expected = f"at most max_position_embeddings = {config.max_position_embeddings} with what is generated"
+        raise RequestError(where, f"{len(tokens)} tokens + {new_tokens} new ones", expected)
+
+
+@dataclass
+class Request:
+    """One sequence: its prompt, what was generated, and how much of both is stored in the caches."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    generated: list[int] = field(default_factory=list)
+    stored: int = 0
+    row: int | None = None
+
+    @property
+    def pending(self) -> int:
+        """Tokens known but not stored yet: the rest of the prompt, or the last one generated."""
+        return len(self.prompt) + len(self.generated) - self.stored
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The first ``count`` pending tokens."""
+        fed = self.stored - len(self.prompt)
+        return list(self.prompt[self.stored : self.stored + count]) if fed < 0 else self.generated[fed : fed + count]
+
+    @property
+    def finished(self) -> bool:
+        stopped = bool(self.generated) and self.generated[-1] in self.stop_ids
+        return stopped or len(self.generated) >= self.max_new_tokens
+
+
+class RequestGroup:
+    """The requests of one DP group, with its pages. All are admitted at once; the pool must hold them."""
+
+    def __init__(self, config: ModelConfig, allocator: PageAllocator, requests: Sequence[Request]) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.running = list(requests)
+        for request in self.running:
+            request.row = allocator.admit()
+
+    def plan(self, max_rows: int = MAX_STEP_ROWS) -> list[tuple[Request, int]]:
+        """The next step's requests and how many rows each runs, in order, up to ``max_rows`` rows together."""
+        planned = []
+        for request in self.running:
+            rows = min(request.pending, max_rows)
+            if rows:
+                planned.append((request, rows))
+                max_rows -= rows
+        return planned
+
+    def batch(self, planned: Sequence[tuple[Request, int]]) -> StepBatch:
+        """Lend the pages of a plan and pack its rows. Errors: :class:`PoolError` when a pool is full."""
+        if not planned:
+            return StepBatch.idle(self.config)
+        rows = []
+        for request, count in planned:
+            assert request.row is not None
+            self.allocator.grow(request.row, request.stored + count)
+            rows.append(request.row)
+        ids = [token for request, count in planned for token in request.next_tokens(count)]
+        return StepBatch(
+            token_ids=np.array(ids, dtype=np.int32),
+            query_start_loc=np.cumsum([0, *(count for _, count in planned)]),
+            kv_seq_lens=np.array([request.stored for request, _ in planned]),
+            window_block_table=self.allocator.window_block_table(rows),
+            compressed_block_tables=self.allocator.compressed_block_tables(rows),
+            state_block_tables=self.allocator.state_block_tables(rows),
+        )
+
+    def commit(self, planned: Sequence[tuple[Request, int]], next_tokens: Sequence[int]) -> list[tuple[Request, int]]:
+        """After a step that succeeded: store lengths, append tokens, free pages; the tokens that are new.
+
+        ``next_tokens`` has one entry per planned request; it counts only where the whole prompt is stored.
+        """
+        new = []
+        for (request, count), token in zip(planned, next_tokens, strict=True):
+            assert request.row is not None
+            request.stored += count
+            self.allocator.free_behind_window(request.row, request.stored)
+            if request.pending == 0:
+                request.generated.append(token)
+                new.append((request, token))
+        for request in [r for r in self.running if r.finished]:
+            assert request.row is not None
+            self.allocator.drop(request.row)
+            request.row = None
+            self.running.remove(request)
+        return new
+
+
+def generate(
+    session: ModelSession,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    on_token: Callable[[int, int], None] | None = None,
+    max_step_rows: int = MAX_STEP_ROWS,
+) -> list[list[int]]:
+    """Greedy continuation of every prompt: at most ``max_new_tokens`` each, less when one of ``stop_ids`` comes.
+
+    Prompts go to DP groups contiguously. ``on_token(prompt index, token)`` is called as tokens come. Allocates the
+    session's caches. Returns the new tokens per prompt.
+
+    Errors: :class:`RequestError` for a prompt that cannot be run.
+    """
+    if max_new_tokens < 1:
+        raise RequestError("max_new_tokens", max_new_tokens, "at least 1")
+    config = session.config
+    for index, prompt in enumerate(prompts):
+        check_prompt(config, f"requests[{index}]", prompt, max_new_tokens)
+    requests = [Request(tuple(prompt), max_new_tokens, frozenset(stop_ids)) for prompt in prompts]
+    index_of = {id(request): index for index, request in enumerate(requests)}
+    groups = _admit(session, requests, max_new_tokens)
+    while any(group.running for group in groups):
+        plans = [group.plan(max_step_rows) for group in groups]
+        batches = [group.batch(plan) for group, plan in zip(groups, plans, strict=True)]
+        outputs = session.step(batches)
+        for group, plan, output in zip(groups, plans, outputs, strict=True):
+            for request, token in group.commit(plan, greedy_tokens(output.logits).tolist()):
+                if on_token is not None:
+                    on_token(index_of[id(request)], token)
+    return [request.generated for request in requests]
+
+
+def _admit(session: ModelSession, requests: Sequence[Request], new_tokens: int) -> list[RequestGroup]:
+    """Spread requests over the DP groups and allocate what they need at their longest."""
+    config = session.config
+    parts = [[requests[i] for i in part] for part in spread_contiguously(len(requests), session.layout.dp)]
+    lengths = [[len(r.prompt) + new_tokens for r in part] for part in parts]
+    needs = [blocks_for_requests(config, part) for part in lengths]
+    # at least one block: a pool without rows could not be read even for "no row"
+    blocks = {table: max(1, *(need[table] for need in needs)) for table in needs[0]}
+    longest = max((n for part in lengths for n in part), default=1)
+    session.allocate(blocks, longest)
+    most = max(len(part) for part in parts)
+    return [RequestGroup(config, PageAllocator(config, blocks, most, longest), part) for part in parts]

@@ -1,0 +1,106 @@
+"""The whole text model of one rank: its weights, and a step from token ids to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from v41_config import ForwardMetadata, ModelConfig, ParallelLayout
+from v41_goldens.block import entry_streams
+from v41_goldens.capture import Capture
+from v41_goldens.forward_context import ForwardContext
+from v41_goldens.paged_cache import PagedCaches
+from v41_goldens.rope_rows import RopeRows, RopeTables
+from v41_goldens.weights import ModelWeights
+from v41_model.communicator import Communicator
+from v41_model.embedding import embed_tokens
+from v41_model.expert_parallel import expert_owners
+from v41_model.lm_head import final_norm, lm_head
+from v41_model.operators import Operators
+from v41_model.rank_layer import RankStep, ResidualStreams, sequence_parallel_layer
+from v41_model.token_slab import PADDING_ID, GatheredRows, TokenMapping
+
+__all__ = ["RankModel"]
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """A rank's part of the model: its heads, output groups, vocabulary rows and experts, the rest replicated.
+
+    ``owners`` INT64 ``[E]`` is the rank of each routed expert.
+    """
+
+    config: ModelConfig
+    layout: ParallelLayout
+    rank: int
+    weights: ModelWeights
+    owners: Tensor
+
+    @classmethod
+    def from_tensors(
+        cls, config: ModelConfig, layout: ParallelLayout, rank: int, tensors: Mapping[str, Tensor]
+    ) -> RankModel:
+        """A rank from its tensors: global checkpoint names, this rank's shards."""
+        weights = ModelWeights.from_tensors(config, tensors)
+        return cls(config, layout, rank, weights, expert_owners(config, layout, weights.norm.device))
+
+    def forward(
+        self,
+        communicator: Communicator,
+        token_ids: Tensor,
+        metadata: ForwardMetadata[Tensor],
+        caches: PagedCaches,
+        rope_tables: RopeTables,
+        *,
+        operators: Operators,
+        capacity: int | None = None,
+        all_logits: bool = False,
+        capture: Capture | None = None,
+    ) -> Tensor:
+        """Run one step of this rank's DP group.
+
+        ``token_ids`` INT32 ``[T]`` and ``metadata`` are the group's packed batch, equal on its ranks; T may be 0.
+        ``caches`` are this rank's own; inside a TP group their contents are equal, because all ranks read all keys.
+        ``capacity`` reserves slabs for more rows than T. Returns FP32 logits, equal on all ranks of the group:
+        ``[T, V]`` with ``all_logits``, else ``[B', V]`` of the last row of each request that has rows, in batch
+        order.
+        """
+        communicator.log.begin_step()
+        config, active = self.config, token_ids.shape[0]
+        mapping = TokenMapping(self.layout, active if capacity is None else capacity, active)
+        context = ForwardContext(config, metadata, caches, RopeRows(rope_tables), capture=capture)
+        step = RankStep(config, mapping, context, self.owners, communicator, operators)
+        streams = self._entry(step, token_ids)
+        for layer in config.layers:
+            streams = sequence_parallel_layer(step, layer, self.weights.layers[layer.layer_id], streams)
+        return self._exit(step, streams, all_logits)
+
+    def _entry(self, step: RankStep, token_ids: Tensor) -> ResidualStreams:
+        mapping = step.mapping
+        padded_ids = token_ids.new_full((mapping.padded_rows,), PADDING_ID)
+        padded_ids[: mapping.active] = token_ids
+        ids = GatheredRows(mapping, padded_ids)
+        embedded = embed_tokens(ids, self.weights.embed, self.config, step.communicator)
+        _record(step, "embed_out", embedded.tokens)
+        x_hc, pre_mix = entry_streams(embedded.tokens, self.config.hc_mult)
+        return ResidualStreams(mapping.pad(x_hc, self.rank), mapping.pad(pre_mix, self.rank))
+
+    def _exit(self, step: RankStep, streams: ResidualStreams, all_logits: bool) -> Tensor:
+        if step.mapping.active == 0:
+            return torch.zeros(0, self.config.vocab_size, device=streams.x_hc.tensor.device)
+        collapsed, normed = final_norm(streams.x_hc, streams.pre_mix, self.weights.norm, self.config, step.operators)
+        _record(step, "final.collapsed", collapsed.tokens)
+        _record(step, "final.norm_out", normed.tokens)
+        last_rows = step.attention.metadata.logit_row_indices
+        logit_rows = None if all_logits else last_rows[last_rows >= 0]
+        logits = lm_head(normed, self.weights.head, logit_rows, step.communicator, step.operators)
+        _record(step, "logits", logits)
+        return logits
+
+
+def _record(step: RankStep, name: str, rows: Tensor) -> None:
+    if step.attention.capture is not None:
+        step.attention.capture.put(name, rows)

@@ -1,0 +1,58 @@
+"""Running a conformance file's sequence through the golden, layer-local or end to end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from v41_config import ModelConfig
+from v41_goldens.capture import Capture
+from v41_goldens.reference_engine import ReferenceEngine
+from v41_goldens.weights import ModelWeights
+from v41_model.vectors_file import REPLAY_INPUTS, VectorsFile
+
+
+def replay(config: ModelConfig, weights: ModelWeights, file: VectorsFile, *, layer_local: bool) -> dict[str, Tensor]:
+    """Every tensor the golden computes for the file, under the file's keys.
+
+    With `layer_local` each sublayer starts from the file's stored inputs and attends to its stored selections, so a
+    tensor differs only where it was computed differently; a decode file's prompt is always computed here.
+    """
+    engine = ReferenceEngine(config, weights, max_tokens=len(file.tokens) + len(file.decode_tokens))
+    stored = {key: _padded(key, value, config) for key, value in file.tensors.items() if _is_input(key)}
+    injected = stored if layer_local else {}
+    if not file.decode_tokens:
+        capture = Capture()
+        logits = engine.step([(0, file.tokens)], capture, injected).logits
+        return capture.tensors | engine.state_of(0) | {"logits_last": logits[-1], "next_token": logits[-1:].argmax(-1)}
+
+    logits = engine.step([(0, file.tokens)]).logits[-1:]
+    greedy, steps = [logits.argmax(-1)], []
+    for step, token in enumerate(file.decode_tokens):
+        capture = Capture()
+        here = {key: value[step : step + 1] for key, value in injected.items()}
+        greedy.append(engine.step([(0, [token])], capture, here).logits[-1:].argmax(-1))
+        steps.append(capture.tensors)
+    result = {key: _stacked([tensors[key] for tensors in steps if key in tensors]) for key in steps[-1]}
+    result |= {f"final_state.{key}": value for key, value in engine.state_of(0).items()}
+    return result | {"decode_tokens": torch.cat(greedy[:-1]), "next_token": greedy[-1]}
+
+
+def _is_input(key: str) -> bool:
+    name = key.split(".", 2)[2] if key.startswith("layer.") else key
+    return name in REPLAY_INPUTS
+
+
+def _padded(key: str, value: Tensor, config: ModelConfig) -> Tensor:
+    """Selections are INT32 of full width; other tensors as they are."""
+    if not key.endswith(".topk"):
+        return value
+    return torch.nn.functional.pad(value.int(), (0, config.index_topk - value.shape[1]), value=-1)
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """One-token captures on top of each other; those that grow with the context are padded with -1."""
+    if rows[0].dtype == torch.bool:
+        rows = [row.to(torch.int8) for row in rows]
+    width = max(row.shape[-1] for row in rows)
+    return torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=-1) for row in rows])

@@ -1,0 +1,149 @@
+"""What a serving loop holds: the ranks of this process with their weights and caches, and one call per step.
+
+The caller owns requests, block tables and state blocks (:mod:`v41_model.generation` is such a caller); a session
+owns weights and cache memory and runs all ranks through a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from v41_config import ForwardMetadata, ModelConfig, ParallelLayout
+from v41_goldens.capture import Capture
+from v41_goldens.paged_cache import PagedCaches
+from v41_goldens.rope_rows import RopeTables, rope_tables
+from v41_loader import Checkpoint, rank_tensors
+from v41_model.communicator import Communicator
+from v41_model.errors import SessionError
+from v41_model.local_world import LocalWorld
+from v41_model.operators import Operators
+from v41_model.rank_forward import RankModel
+from v41_model.step_batch import StepBatch
+
+__all__ = ["GroupOutput", "ModelSession"]
+
+
+@dataclass(frozen=True)
+class GroupOutput:
+    """What a step gave one DP group.
+
+    ``logits`` FP32 ``[R, V]`` in batch order; ``captures`` the TP ranks' records in rank order, empty unless asked
+    for; ``metadata`` the lowered batch they belong to.
+    """
+
+    logits: Tensor
+    captures: tuple[Capture, ...]
+    metadata: ForwardMetadata[Tensor]
+
+
+class ModelSession:
+    """All ranks of a world, ready to step.
+
+    A failure inside a step leaves caches in an unknown state: the session is then poisoned and refuses further steps
+    with the reason. What is wrong with a batch itself is found before any rank runs and poisons nothing.
+    """
+
+    def __init__(self, ranks: Sequence[RankModel], world: LocalWorld, operators: Operators | None = None) -> None:
+        self.config: ModelConfig = ranks[0].config
+        self.world = world
+        self.operators = operators or Operators()
+        self._ranks = {model.rank: model for model in ranks}
+        self._caches: dict[int, PagedCaches] = {}
+        self._rope_tables: RopeTables | None = None
+        self._failure: Exception | None = None
+        if sorted(self._ranks) != list(world.local_ranks):
+            raise SessionError("ModelSession", sorted(self._ranks), f"one model for each of ranks {world.local_ranks}")
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint,
+        layout: ParallelLayout,
+        world: LocalWorld | None = None,
+        operators: Operators | None = None,
+    ) -> ModelSession:
+        """Load every local rank's part of a checkpoint. ``world`` defaults to all ranks in this process.
+
+        Errors: :class:`v41_config.LayoutError` when the layout does not divide the model; the loader's errors.
+        """
+        layout.check(checkpoint.config)
+        world = world or LocalWorld(layout)
+        ranks = [
+            RankModel.from_tensors(checkpoint.config, layout, rank, rank_tensors(checkpoint, layout, rank))
+            for rank in world.local_ranks
+        ]
+        return cls(ranks, world, operators)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return self.world.layout
+
+    def allocate(self, blocks: Mapping[str, int], max_tokens: int) -> None:
+        """Cache memory for every rank, dropping what there was.
+
+        ``blocks`` counts 128-row blocks per block table (:func:`v41_config.cache_pools` names them); ``max_tokens``
+        is the longest request, and with it the RoPE tables' capacity.
+        """
+        self._caches = {rank: PagedCaches.allocate(self.config, blocks) for rank in self._ranks}
+        self._rope_tables = rope_tables(self.config, max_tokens)
+        self._failure = None
+
+    def step(
+        self, batches: Sequence[StepBatch], *, all_logits: bool = False, capture: bool = False
+    ) -> list[GroupOutput]:
+        """Run one step: a batch for every DP group, idle ones included (:meth:`StepBatch.idle`).
+
+        Prefill, chunked prefill, decode and mixtures are the same call. Logits are those of each request's last row
+        in the step, or of every row with ``all_logits``.
+
+        Errors: :class:`SessionError` when the session is poisoned or has no caches; :class:`RequestError` and
+        :class:`v41_config.MetadataError` for a batch that does not fit; :class:`WorldError` from the ranks.
+        """
+        tables = self._ready(batches)
+        lowered = [batch.lower(self.config) for batch in batches]
+
+        def rank_program(communicator: Communicator) -> tuple[Tensor, Capture | None]:
+            token_ids, metadata = lowered[self.layout.dp_rank(communicator.rank)]
+            recorder = Capture() if capture else None
+            logits = self._ranks[communicator.rank].forward(
+                communicator,
+                token_ids,
+                metadata,
+                self._caches[communicator.rank],
+                tables,
+                operators=self.operators,
+                all_logits=all_logits,
+                capture=recorder,
+            )
+            return logits, recorder
+
+        try:
+            results = self.world.run(rank_program)
+        except Exception as error:
+            self._failure = error
+            raise
+        outputs = []
+        for group, (_, metadata) in enumerate(lowered):
+            ranks = results[group * self.layout.tp : (group + 1) * self.layout.tp]
+            captures = tuple(recorder for _, recorder in ranks if recorder is not None)
+            outputs.append(GroupOutput(ranks[0][0], captures, metadata))
+        return outputs
+
+    def close(self) -> None:
+        """Release weights and caches; the session cannot be used again."""
+        self._ranks.clear()
+        self._caches.clear()
+        self._rope_tables = None
+        self._failure = SessionError("ModelSession", "a closed session", "an open one")
+
+    def _ready(self, batches: Sequence[StepBatch]) -> RopeTables:
+        if self._failure is not None:
+            raise SessionError("ModelSession.step", str(self._failure), "a session in which no step has failed")
+        if self._rope_tables is None:
+            raise SessionError("ModelSession.step", "no caches", "a call of allocate first")
+        if len(batches) != self.layout.dp:
+            raise SessionError("ModelSession.step", f"{len(batches)} batches", f"one for each of dp={self.layout.dp}")
+        return self._rope_tables
