@@ -7,7 +7,7 @@ once to FP32 (rules E1 to E3).
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 
 import torch
@@ -144,31 +144,23 @@ _FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.cos,
     torch.sin,
 )
-_warm = False
-_warm_lock = threading.Lock()
 
 
+@functools.cache
 def warm_up() -> None:
-    """Call every function of E2 once on one element; further calls return at once.
+    """Call every function of E2 once on one element; further calls do nothing.
 
     The first multi-threaded vector `sqrt` or `exp` of a process was seen to be wrong in torch (model.md section 3);
     a first call on a single element, which never runs on several threads, prevents it. Every function of this
-    module calls this before its first use, so nobody else needs to.
+    module calls this first, so nobody else needs to. (Threads that arrive together each warm up: harmless.)
     """
-    global _warm
-    if _warm:
-        return
-    with _warm_lock:
-        if not _warm:
-            for function in _FUNCTIONS:
-                for dtype in (torch.float64, torch.float32):
-                    function(torch.ones(1, dtype=dtype))
-            _warm = True
+    for function in _FUNCTIONS:
+        for dtype in (torch.float64, torch.float32):
+            function(torch.ones(1, dtype=dtype))
 
 
 def _function(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    if not _warm:
-        warm_up()
+    warm_up()
     return function(x.to(torch.float64)).to(torch.float32)
 
 

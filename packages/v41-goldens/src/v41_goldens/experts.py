@@ -57,19 +57,16 @@ def routed_experts(
     """
     order = torch.argsort(expert_ids, stable=True)
     present, counts = torch.unique_consecutive(expert_ids[order], return_counts=True)
-    groups = list(zip(present.tolist(), counts.tolist(), strict=True))
-    inactive = groups.pop(0)[1] if groups and groups[0][0] < 0 else 0
-    while groups and groups[0][0] < 0:
-        inactive += groups.pop(0)[1]
+    groups = [group for group in zip(present.tolist(), counts.tolist(), strict=True) if group[0] >= 0]
     for expert_id, _ in groups:
         if expert_id not in experts:
             raise ExpertError("routed_experts expert_ids", expert_id, f"one of the {len(experts)} experts held here")
-    order = order[inactive:]
     result = torch.zeros_like(rows)
     if not groups:
         return result
-    sizes = [count for _, count in groups]
     weights = [experts[expert_id] for expert_id, _ in groups]
+    sizes = [count for _, count in groups]
+    order = order[rows.shape[0] - sum(sizes) :]  # inactive rows sort first
 
     inputs = dequantize_activation(quantize_activation(rows[order])).split(sizes)
     pairs = zip(inputs, weights, strict=True)

@@ -126,7 +126,7 @@ def _groups(x: Tensor, size: int, where: str) -> tuple[Tensor, Tensor]:
         raise OperandError(where, x.dtype, "torch.bfloat16")
     if x.shape[-1] % size:
         raise OperandError(where, tuple(x.shape), f"a last dimension that is a multiple of {size}")
-    groups = x.to(torch.float32).view(*x.shape[:-1], x.shape[-1] // size, size)
+    groups = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // size, size)
     return groups, groups.abs().amax(-1)
 
 
@@ -135,5 +135,6 @@ def _e2m1_groups(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor, scale: Tensor) -> Tensor:
-    """`values [..., K]` times `scale [..., G]`, each scale for K/G neighbours."""
-    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(-2)
+    """`values [..., K]` times `scale [..., G]`, each scale for K/G neighbours; overwrites `values`."""
+    groups = values.view(*scale.shape, values.shape[-1] // scale.shape[-1])
+    return groups.mul_(scale.unsqueeze(-1)).view(values.shape)

@@ -48,7 +48,8 @@ class Fp8Weight:
 
     def dequantize(self) -> Tensor:
         """FP32 `[N, K]`: code times scale, exact (a product beyond FP32's range becomes infinite)."""
-        tiles = e4m3_decode(self.codes).unflatten(0, (-1, MX_GROUP)).unflatten(2, (-1, MX_GROUP))
+        n, k = self.shape
+        tiles = e4m3_decode(self.codes).view(n // MX_GROUP, MX_GROUP, k // MX_GROUP, MX_GROUP)
         return tiles.mul_(e8m0_decode(self.scale)[:, None, :, None]).view(self.shape)
 
 
@@ -83,7 +84,8 @@ class Fp4Weight:
 
     def dequantize(self) -> Tensor:
         """FP32 `[N, K]`: code times scale, exact (a product beyond FP32's range becomes infinite)."""
-        groups = e2m1_decode(self.packed).unflatten(1, (-1, MX_GROUP))
+        n, k = self.shape
+        groups = e2m1_decode(self.packed).view(n, k // MX_GROUP, MX_GROUP)
         return groups.mul_(e8m0_decode(self.scale).unsqueeze(-1)).view(self.shape)
 
 
@@ -171,7 +173,8 @@ class CompressorWeights:
 
 @dataclass(frozen=True, eq=False)
 class IndexKeyWeights:
-    """Index keys of a KV source: BF16 `wk [index_head_dim, head_dim]`, `k_norm [index_head_dim]` (model.md section 10)."""
+    """Index keys of a KV source: BF16 `wk [index_head_dim, head_dim]` and `k_norm [index_head_dim]` (model.md
+    section 10)."""
 
     wk: Tensor
     k_norm: Tensor
@@ -334,9 +337,7 @@ def _take_fp4(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) 
     )
 
 
-def _take(
-    tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...] | None
-) -> Tensor:
+def _take(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...] | None) -> Tensor:
     """The tensor of that name, checked; a shape of None leaves the shape to the caller."""
     try:
         tensor = tensors[name]
