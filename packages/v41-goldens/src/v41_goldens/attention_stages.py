@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from v41_config import BLOCK_ROWS, LayerConfig
+from v41_goldens.capture import layer_key
 from v41_goldens.compressor import CompressorRows, compress_ratio_1, compress_ratio_2
 from v41_goldens.errors import OperandError, WeightError
 from v41_goldens.forward_context import ForwardContext
@@ -95,7 +96,8 @@ def attend(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, q
         scale = ctx.config.head_dim**-0.5
         out[tile] = sparse_attention(q[tile], kv, rows >= 0, weights.attn_sink, scale)
     ctx.record(layer, "sparse_attn_out", out)
-    return o_proj(grouped_output(out, weights, *ctx.query_rope(layer), ctx.config), weights, parts)
+    u = grouped_output(out, weights, *ctx.query_rope(layer), ctx.config)
+    return o_proj(u, weights, ctx.config, parts)
 
 
 def _physical_rows(ctx: ForwardContext, layer: LayerConfig, entries: Tensor) -> Tensor:
@@ -103,6 +105,14 @@ def _physical_rows(ctx: ForwardContext, layer: LayerConfig, entries: Tensor) -> 
     if layer.kv_source is None:
         raise OperandError(f"layer {layer.layer_id}", layer.mode.title, "a mode with compressed KV")
     table = ctx.metadata.compressed_block_tables[layer.kv_source]
+    if entries.dim() != 2 or len(entries) != len(ctx.metadata.position_ids):
+        raise OperandError(layer_key(layer.layer_id, "topk"), tuple(entries.shape), "a row of entries for each token")
+    visible = ctx.metadata.compressed_lens[layer.kv_source].unsqueeze(-1)
+    invisible = entries >= visible
+    if invisible.any():  # only a selection that was injected can name one
+        row = int(invisible.any(dim=1).int().argmax())
+        raise OperandError(f"{layer_key(layer.layer_id, 'topk')}[{row}]", int(entries[row].max()),
+                           f"entries below {int(visible[row])}, those visible to the token")  # fmt: skip
     if table.shape[1] == 0:
         return torch.full_like(entries, -1)
     known = entries.clamp(min=0).long()

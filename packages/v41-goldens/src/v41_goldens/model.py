@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from v41_config import ModelConfig
 from v41_goldens.block import block, entry_streams
+from v41_goldens.errors import OperandError
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.hyper_connections import mhc_pre
 from v41_goldens.linear import fp32_linear
@@ -25,11 +28,27 @@ class ForwardOutput:
 
 
 def forward(ctx: ForwardContext, weights: ModelWeights, tokens: Tensor, parts: int = 1) -> ForwardOutput:
-    """Token ids INT `[T]`, packed as `ctx.metadata` says -> logits of every row. `parts`: see `o_proj`."""
+    """Token ids INT `[T]`, packed as `ctx.metadata` says -> logits of every row. `parts`: see `o_proj`.
+
+    Raises:
+        OperandError: another number of tokens than the metadata has, or an id outside the vocabulary; no cache row
+            is written then.
+    """
+    check_tokens(tokens, ctx.metadata.position_ids.shape[0], ctx.config)
     embedded = ctx.record(None, "embed_out", weights.embed[tokens.long()])
     x_hc, pre_mix = entry_streams(embedded, ctx.config.hc_mult)
     x_hc, pre_mix = backbone(ctx, weights.layers, x_hc, pre_mix, parts)
     return ForwardOutput(final_logits(ctx, weights, x_hc, pre_mix), x_hc, pre_mix)
+
+
+def check_tokens(tokens: Tensor, rows: int, config: ModelConfig) -> None:
+    """`tokens` must be `rows` integers, each an id of the vocabulary."""
+    if tokens.shape != (rows,) or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
+        raise OperandError("tokens", (tokens.dtype, tuple(tokens.shape)), f"integers [{rows}], one for each packed row")
+    outside = (tokens < 0) | (tokens >= config.vocab_size)
+    if outside.any():
+        row = int(outside.int().argmax())
+        raise OperandError(f"tokens[{row}]", int(tokens[row]), f"an id from 0 to {config.vocab_size - 1}")
 
 
 def backbone(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from v41_config import MX_GROUP, ModelConfig
+from v41_goldens.errors import OperandError
 from v41_goldens.exact import dot
 from v41_goldens.linear import quantized_linear_fp32
 from v41_goldens.rope import apply_rope
@@ -25,12 +26,18 @@ def grouped_output(
     return dot(grouped, wo_a).bfloat16().transpose(0, 1).flatten(1)
 
 
-def o_proj(u: Tensor, weights: AttentionWeights, parts: int = 1) -> Tensor:
+def o_proj(u: Tensor, weights: AttentionWeights, config: ModelConfig, parts: int = 1) -> Tensor:
     """The row-parallel projection: u BF16 `[T, K]` -> FP32 `[T, D]`, not yet rounded to BF16.
 
     With `parts` > 1 the inputs are cut into that many TP ranks' shares, whose FP32 partials are added in rank
     order: what a tensor-parallel group computes, in one process.
+
+    Raises:
+        OperandError: `parts` does not cut the output groups evenly.
     """
+    groups = weights.wo_a.shape[0] // config.o_lora_rank
+    if parts < 1 or groups % parts:
+        raise OperandError("o_proj parts", parts, f"a divisor of the {groups} output groups")
     width = u.shape[-1] // parts
     partials = (
         quantized_linear_fp32(u[:, start : start + width], _columns(weights.wo_b, start, start + width))

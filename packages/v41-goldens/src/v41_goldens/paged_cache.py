@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from v41_config import CachePool, ModelConfig, cache_pools
+from v41_goldens.errors import OperandError
 from v41_goldens.quantisers import (
     Quantized,
     dequantize_compressed_kv,
@@ -30,15 +31,31 @@ class RowCache:
     decode: Callable[[Quantized], Tensor]
 
     def publish(self, slots: Tensor, rows: Quantized) -> None:
-        """Write `rows` (`[n, ...]`) at `slots` INT64 `[n]`; slots of -1 write nothing."""
+        """Write `rows` (`[n, ...]`) at `slots` INT64 `[n]`; slots of -1 write nothing.
+
+        Raises:
+            OperandError: a slot outside the pool, or rows of another dtype or width; nothing is written then.
+        """
+        for name, stored, new in (("payload", self.payload, rows.payload), ("scale", self.scale, rows.scale)):
+            if new.dtype != stored.dtype or new.shape != (len(slots), stored.shape[-1]):
+                raise OperandError(f"RowCache.publish rows.{name}", (new.dtype, tuple(new.shape)),
+                                   f"{stored.dtype} [{len(slots)}, {stored.shape[-1]}]")  # fmt: skip
+        if len(slots):
+            self._check_capacity("RowCache.publish slots", int(slots.max()))
         live = slots >= 0
         where = slots[live]
         for stored, new in ((self.payload, rows.payload), (self.scale, rows.scale)):
             _flat_bytes(stored)[where] = _as_bytes(new)[live]
 
     def read(self, rows: Tensor) -> Tensor:
-        """BF16 `[..., width]` of physical `rows` `[...]`; each distinct row is decoded once, -1 gives zeros."""
+        """BF16 `[..., width]` of physical `rows` `[...]`; each distinct row is decoded once, -1 gives zeros.
+
+        Raises:
+            OperandError: a row outside the pool.
+        """
         distinct, inverse = torch.unique(rows, return_inverse=True)
+        if len(distinct):
+            self._check_capacity("RowCache.read rows", int(distinct[-1]))
         live = distinct >= 0
         where = distinct[live].long()
         payload = _flat_bytes(self.payload)[where].view(self.payload.dtype)
@@ -48,6 +65,11 @@ class RowCache:
         table[live] = decoded
         return table[inverse]
 
+    def _check_capacity(self, where: str, highest: int) -> None:
+        capacity = self.payload.shape[0] * self.payload.shape[1]
+        if highest >= capacity:
+            raise OperandError(where, highest, f"-1, or a row of the pool's {capacity}")
+
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
@@ -55,7 +77,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 def _flat_bytes(stored: Tensor) -> Tensor:
     """A pool tensor as uint8 rows, sharing memory (float8 types lack indexed writes on some backends)."""
-    return stored.view(torch.uint8).flatten(0, 2)
+    raw = stored.view(torch.uint8)
+    return raw.view(-1, raw.shape[-1])  # a view or an error: a copy would lose what is published
 
 
 _DECODERS: dict[str, Callable[[Quantized], Tensor]] = {

@@ -25,7 +25,7 @@ from v41_config import (
 from v41_goldens.capture import Capture, layer_key
 from v41_goldens.errors import OperandError
 from v41_goldens.forward_context import DEFAULT_MAX_LOGITS_BYTES, ForwardContext
-from v41_goldens.model import ForwardOutput, forward
+from v41_goldens.model import ForwardOutput, check_tokens, forward
 from v41_goldens.paged_cache import PagedCaches
 from v41_goldens.rope_rows import RopeRows, rope_tables
 from v41_goldens.weights import ModelWeights
@@ -51,6 +51,7 @@ class ReferenceEngine:
     ) -> None:
         self.config, self.weights, self.parts = config, weights, parts
         self.max_logits_bytes = max_logits_bytes
+        self.max_tokens = max_tokens
         self.lengths = np.zeros(max_requests, dtype=np.int64)
         self._tables = _block_tables(config, max_requests, SourceTokens(max_tokens), shuffle_seed)
         blocks = {name: int(table.max(initial=-1)) + 1 for name, table in self._tables.items()}
@@ -66,7 +67,12 @@ class ReferenceEngine:
         capture: Capture | None = None,
         injected: Mapping[str, Tensor] | None = None,
     ) -> ForwardContext:
-        """The context of a step in which `requests[i]` advances by `query_lens[i]` tokens; lengths advance with it."""
+        """The context of a step in which `requests[i]` advances by `query_lens[i]` tokens; lengths advance with it.
+
+        Raises:
+            OperandError: an unknown request, one named twice, or one that would outgrow `max_tokens`.
+        """
+        self._check_batch(requests, query_lens)
         rows = np.asarray(requests, dtype=np.int64)
         metadata = build_forward_metadata(
             self.config,
@@ -94,12 +100,32 @@ class ReferenceEngine:
         capture: Capture | None = None,
         injected: Mapping[str, Tensor] | None = None,
     ) -> ForwardOutput:
-        """Advance each `(request, token ids)` of `batch` by its tokens; outputs are packed in batch order."""
+        """Advance each `(request, token ids)` of `batch` by its tokens; outputs are packed in batch order.
+
+        Raises:
+            OperandError: no weights, a token id outside the vocabulary, or what `context` refuses; no request has
+                advanced then.
+        """
         if self.weights is None:
             raise OperandError("ReferenceEngine.weights", None, "weights to step with")
+        tokens = torch.tensor([token for _, part in batch for token in part], dtype=torch.int64)
+        check_tokens(tokens, len(tokens), self.config)
         ctx = self.context([request for request, _ in batch], [len(tokens) for _, tokens in batch], capture, injected)
-        tokens = torch.tensor([token for _, part in batch for token in part], dtype=torch.int32)
         return forward(ctx, self.weights, tokens, self.parts)
+
+    def release(self, request: int) -> None:
+        """Forget a request: its id and its pages, uncleared, are free for another one."""
+        self._check_batch([request], [0])
+        self.lengths[request] = 0
+
+    def _check_batch(self, requests: Sequence[int], query_lens: Sequence[int]) -> None:
+        known = len(self.lengths)
+        for row, (request, count) in enumerate(zip(requests, query_lens, strict=True)):
+            if not 0 <= request < known or request in requests[:row]:
+                raise OperandError(f"batch[{row}]", request, f"a request from 0 to {known - 1}, once")
+            if self.lengths[request] + count > self.max_tokens:
+                raise OperandError(f"batch[{row}]", int(self.lengths[request]) + count,
+                                   f"at most {self.max_tokens} tokens in a request")  # fmt: skip
 
     def state_of(self, request: int) -> dict[str, Tensor]:
         """A request's stored state under the keys of a conformance file, decoded.

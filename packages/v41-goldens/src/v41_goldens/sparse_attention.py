@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from v41_goldens.errors import OperandError
 from v41_goldens.exact import dot, exp, total
 
 CHUNK = 64
@@ -25,15 +26,22 @@ def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: 
         scale: the softmax scale, used in FP32.
 
     Returns:
-        BF16 `[T, H, head_dim]`; a row without a valid entry is zero. Probabilities are rounded to BF16 before the
-        product with the values, not in the denominator.
+        BF16 `[T, H, head_dim]`; a row without a valid entry is zero, whatever the sink. Probabilities are rounded to
+        BF16 before the product with the values, not in the denominator.
+
+    Raises:
+        OperandError: shapes that do not fit together.
     """
+    if kv.shape != (q.shape[0], valid.shape[1], q.shape[2]) or len(valid) != len(q) or sink.shape != (q.shape[1],):
+        raise OperandError("sparse_attention", tuple(tuple(t.shape) for t in (q, kv, valid, sink)),
+                           "q [T, H, head_dim], kv [T, N, head_dim], valid [T, N], sink [H]")  # fmt: skip
     tokens, heads, width = q.shape
     maximum = torch.full((tokens, heads, 1), _LOWEST, dtype=torch.float32, device=q.device)
     denominator = torch.zeros_like(maximum)
     accumulator = torch.zeros(tokens, heads, width, dtype=torch.float32, device=q.device)
     scale_fp32 = torch.tensor(scale, dtype=torch.float32, device=q.device)
-    for kv_chunk, valid_chunk in zip(kv.split(CHUNK, dim=1), valid.split(CHUNK, dim=1), strict=True):
+    for start in range(0, valid.shape[1], CHUNK):
+        kv_chunk, valid_chunk = kv[:, start : start + CHUNK], valid[:, start : start + CHUNK]
         live = valid_chunk.unsqueeze(1)
         values = torch.where(valid_chunk.unsqueeze(-1), kv_chunk, torch.zeros_like(kv_chunk))
         scores = torch.where(live, dot(q, values) * scale_fp32, -torch.inf)
@@ -43,4 +51,6 @@ def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: 
         accumulator = accumulator * decay + dot(p.bfloat16(), values.transpose(-1, -2))
         maximum = newest
     denominator = denominator + exp(sink.view(-1, 1) - maximum)
-    return (accumulator / denominator).bfloat16()
+    # An empty row has only the sink to divide by, and a sink of -inf is 0.
+    empty = ~valid.any(dim=1)
+    return (accumulator / denominator).masked_fill_(empty[:, None, None], 0.0).bfloat16()
