@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from v41_config.errors import V41Error
 
-__all__ = ["PoolError", "RankError", "RequestError", "SessionError", "SlabError", "VectorsError", "WorldError"]
+__all__ = [
+    "OutputError",
+    "PoolError",
+    "RankError",
+    "RequestError",
+    "SessionError",
+    "SlabError",
+    "VectorsError",
+    "WorldError",
+]
 
 
 class WorldError(V41Error):
@@ -29,6 +38,10 @@ class SlabError(V41Error):
 
 class RequestError(V41Error):
     """A request, or a file of requests, that the model cannot run."""
+
+
+class OutputError(V41Error):
+    """A file that cannot be written where it was asked for."""
 
 
 class PoolError(V41Error):
