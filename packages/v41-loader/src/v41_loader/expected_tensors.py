@@ -54,7 +54,7 @@ def rule_of(name: str) -> tuple[TensorRule, int | None, int | None] | None:
     Ids are not compared with any config: `layers.999.attn_norm.weight` matches.
     """
     ids = [int(index) for index in _INDEX.findall(name)]
-    if len(ids) > len(_PLACEHOLDERS):
+    if len(ids) > len(_PLACEHOLDERS) or "{" in name:
         return None
     placeholders = iter(_PLACEHOLDERS)
     rule = _rules_by_pattern().get(_INDEX.sub(lambda _: next(placeholders), name))

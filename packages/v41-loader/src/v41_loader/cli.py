@@ -1,0 +1,75 @@
+"""`v41-loader`: commands on checkpoint directories."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from v41_config.errors import V41Error
+from v41_config.presets import PRESETS
+from v41_loader.inventory import read_inventory
+from v41_loader.synth import synthesize_checkpoint, synthesized_tensors
+
+SYNTH_SEEDS = {"tiny": 4105, "flash6": 51}
+"""The presets that `synth` offers, with the seed that their published digests belong to."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 on success, 1 with one line on standard error for bad input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except V41Error as error:
+        print(f"v41-loader: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="v41-loader", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    inspect = commands.add_parser("inspect", help="check a checkpoint and list what it holds")
+    inspect.add_argument("directory", type=Path, metavar="DIR", help="released-format checkpoint directory")
+    inspect.add_argument("--without-engram", action="store_true", help="accept a checkpoint whose Engram is left out")
+    inspect.add_argument("--allowed-root", type=Path, metavar="DIR",
+                         help="where links may lead besides DIR, such as a Hugging Face cache")  # fmt: skip
+    inspect.set_defaults(run=_inspect)
+
+    synth = commands.add_parser("synth", help="write a deterministic synthetic checkpoint")
+    synth.add_argument("--preset", choices=sorted(SYNTH_SEEDS), required=True)
+    seeds = ", ".join(f"{seed} for {preset}" for preset, seed in SYNTH_SEEDS.items())
+    synth.add_argument("--seed", type=int, help=f"default: {seeds}")
+    synth.add_argument("--shards", type=int, default=6, help="default: %(default)s")
+    synth.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
+    synth.set_defaults(run=_synth)
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    inventory = read_inventory(
+        arguments.directory, without_engram=arguments.without_engram, allowed_root=arguments.allowed_root
+    )
+    totals = inventory.group_totals()
+    lines = [(total.group.value, total.tensors, total.nbytes, "skipped" if total.skipped else "") for total in totals]
+    read = [total for total in totals if not total.skipped]
+    lines.append(("text inference", sum(t.tensors for t in read), sum(t.nbytes for t in read), ""))
+    lines.append(("all", sum(t.tensors for t in totals), sum(t.nbytes for t in totals), ""))
+    print(f"{'class':<28}{'tensors':>10}{'bytes':>18}")
+    for name, tensors, nbytes, note in lines:
+        print(f"{name:<28}{tensors:>10,}{nbytes:>18,}  {note}".rstrip())
+    if inventory.notice:
+        print(f"Engram left out: {inventory.notice}")
+
+
+def _synth(arguments: argparse.Namespace) -> None:
+    config = PRESETS[arguments.preset]
+    seed = SYNTH_SEEDS[arguments.preset] if arguments.seed is None else arguments.seed
+    total = sum(tensor.nbytes for tensor in synthesized_tensors(config).values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc=arguments.preset) as bar:
+        report = synthesize_checkpoint(config, seed, arguments.out, arguments.shards, progress=bar.update)
+    print(f"seed {seed}: {report.tensors} tensors, {report.nbytes} bytes in {len(report.files)} files: {arguments.out}")
