@@ -165,6 +165,24 @@ def test_a_shared_page_is_refused_only_when_the_step_writes_it(stored: int, clos
         assert build_forward_metadata(**prefix).compressed_slots[2].tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize(("stored", "first_page_is_seen"), [(127, True), (142, True), (143, False), (270, False)])
+def test_a_page_is_needed_up_to_its_last_row_in_the_window(stored: int, first_page_is_seen: bool) -> None:
+    """TINY sees 16 tokens: position 142 sees 127, the last row of page 0; position 143 sees 128 and later."""
+    decode: Arguments = {
+        "config": TINY,
+        "query_start_loc": [0, 1],
+        "kv_seq_lens": [stored],
+        "window_block_table": [[-1, 8, 9]],
+        "compressed_block_tables": {1: [[4, 5, 6]], 2: [[7, 8]]},
+        "state_block_tables": {2: [[0]], 4: [[1]]},
+    }
+    if first_page_is_seen:
+        with pytest.raises(MetadataError, match="window_block_table, request 0, logical page 0"):
+            build_forward_metadata(**decode)
+    else:
+        assert (build_forward_metadata(**decode).window_indices >= 128).all()
+
+
 def test_packed_rows_beyond_int32_are_refused_before_anything_is_allocated() -> None:
     requests = 2048  # of 2**20 rows each
     with pytest.raises(MetadataError, match="query_start_loc: expected at most 2147483647 packed rows"):

@@ -177,11 +177,13 @@ def differences(metadata: Metadata, expected: dict[str, Any]) -> list[str]:
 def batches(draw: st.DrawFn) -> Batch:
     """Ragged valid batches: prefill, chunks from any position, decode of 1 to 6 rows, requests without rows."""
     config = draw(st.sampled_from([TINY, FLASH]))
+    page_ends = st.sampled_from([n + config.sliding_window * w for n in (127, 128, 256) for w in (0, 1)])
+    stored_tokens = st.one_of(st.integers(0, 700), page_ends, page_ends.map(lambda n: n - 1))
     request = st.one_of(
-        st.tuples(st.just(0), st.integers(0, 700)),
+        st.tuples(st.just(0), stored_tokens),
         st.tuples(st.integers(1, 300), st.just(0)),
-        st.tuples(st.integers(1, 40), st.integers(0, 700)),
-        st.tuples(st.integers(1, 6), st.integers(0, 700)),
+        st.tuples(st.integers(1, 40), stored_tokens),
+        st.tuples(st.integers(1, 6), stored_tokens),
     )
     requests = draw(st.lists(request, max_size=5))
     query_lens, stored = [rows for rows, _ in requests], [length for _, length in requests]
