@@ -7,7 +7,7 @@ fewer heads, output groups, vocabulary rows or experts are just smaller tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -294,7 +294,7 @@ class ModelWeights:
     """
 
     embed: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: Sequence[LayerWeights]
     norm: Tensor
     head: Tensor
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from v41_config import ModelConfig
 from v41_goldens.weights import ModelWeights
+from v41_model.atomic_file import atomic_file
 from v41_model.replay import replay
 from v41_model.tensor_report import Stage, TensorReport, compare
 from v41_model.vectors_file import VectorsFile
@@ -57,6 +58,11 @@ def _stage_reports(
         yield compare(stage, key, ours, stored, max_relative_l2)
 
 
+def steps_of(file: VectorsFile) -> int:
+    """Forwards that both stages take together."""
+    return 2 * (1 + len(file.decode_tokens))
+
+
 def not_compared(reports: list[TensorReport], file: VectorsFile) -> list[str]:
     """Keys of the file that the replay has no counterpart for."""
     return sorted(set(file.tensors) - {report.key for report in reports} - {"tokens"})
@@ -97,7 +103,8 @@ def summary(reports: list[TensorReport]) -> str:
     if not failed:
         return f"PASS: {len(reports)} comparisons, {sum(r.elements for r in reports)} elements"
     first = failed[0]
-    return f"FAIL: {len(failed)} of {len(reports)} comparisons; first: {first.stage} {first.key} ({first.mismatches} of {first.elements} elements)"
+    where = f"{first.stage} {first.key} ({first.mismatches} of {first.elements} elements)"
+    return f"FAIL: {len(failed)} of {len(reports)} comparisons; first: {where}"
 
 
 def exit_code(reports: list[TensorReport]) -> int:
@@ -113,6 +120,5 @@ def write_json(path: Path, reports: list[TensorReport], skipped: list[str]) -> N
         "reports": [report.to_json() for report in reports],
         "not_compared": skipped,
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(body, indent=1))
-    partial.replace(path)
+    with atomic_file(path) as partial:
+        partial.write_text(json.dumps(body, indent=1))

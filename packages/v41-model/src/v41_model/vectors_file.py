@@ -112,7 +112,9 @@ def _check(
     if key not in tensors:
         return
     found = tensors[key]
-    fits = found.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, found.shape, strict=True))
+    fits = found.dim() == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, found.shape, strict=True)
+    )
     if not fits or found.dtype not in dtypes:
         wanted = f"{' or '.join(str(d).removeprefix('torch.') for d in dtypes)} {list(shape)}"
         raise VectorsError(key, f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}", wanted)
