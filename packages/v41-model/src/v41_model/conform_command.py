@@ -58,9 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = checkpoint.config
         file = read_vectors(arguments.vectors, config)
         if not file.layers_with_inputs:
-            print(
-                f"nothing to replay: {arguments.vectors} has no layer's inputs (X, attn_in or moe_in)", file=sys.stderr
-            )
+            print(f"nothing to replay: {arguments.vectors} has no layer's inputs (X, attn_in, moe_in)", file=sys.stderr)
             return NOTHING_TO_REPLAY
         total = steps_of(file) * config.num_hidden_layers
         with tqdm(total=total, unit="layer", desc="replay", disable=None) as progress:

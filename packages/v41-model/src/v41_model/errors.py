@@ -5,6 +5,7 @@ from __future__ import annotations
 from v41_config.errors import V41Error
 
 __all__ = [
+    "OptionError",
     "OutputError",
     "PoolError",
     "RankError",
@@ -54,3 +55,7 @@ class SessionError(V41Error):
 
 class VectorsError(V41Error):
     """A conformance file that does not hold what its keys promise."""
+
+
+class OptionError(V41Error):
+    """A command-line option outside its range."""
