@@ -12,10 +12,20 @@ from v41_config import ModelConfig
 from v41_model.errors import RequestError
 from v41_model.greedy import greedy_tokens
 from v41_model.page_allocator import PageAllocator, blocks_for_requests
-from v41_model.session import ModelSession
+from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch
 
-__all__ = ["MAX_STEP_ROWS", "Request", "RequestGroup", "check_prompt", "generate", "spread_contiguously"]
+__all__ = [
+    "MAX_STEP_ROWS",
+    "GroupStep",
+    "Request",
+    "RequestGroup",
+    "admit",
+    "advance",
+    "check_prompt",
+    "generate",
+    "spread_contiguously",
+]
 
 MAX_STEP_ROWS = 4096
 """Rows of a DP group in one step; longer prompts are prefilled in chunks."""
@@ -127,6 +137,53 @@ class RequestGroup:
         return new
 
 
+@dataclass(frozen=True)
+class GroupStep:
+    """One step of one DP group: what ran, what the session gave, and the tokens that are new."""
+
+    planned: list[tuple[Request, int]]
+    output: GroupOutput
+    new_tokens: list[tuple[Request, int]]
+
+
+def advance(
+    session: ModelSession,
+    groups: Sequence[RequestGroup],
+    max_rows: int = MAX_STEP_ROWS,
+    *,
+    all_logits: bool = False,
+    capture: bool = False,
+) -> list[GroupStep]:
+    """One greedy step of every DP group. Lengths and tokens are committed only when it has succeeded."""
+    plans = [group.plan(max_rows) for group in groups]
+    batches = [group.batch(plan) for group, plan in zip(groups, plans, strict=True)]
+    outputs = session.step(batches, all_logits=all_logits, capture=capture)
+    chosen = [greedy_tokens(output.last_logits).tolist() for output in outputs]
+    return [
+        GroupStep(plan, output, group.commit(plan, tokens))
+        for group, plan, output, tokens in zip(groups, plans, outputs, chosen, strict=True)
+    ]
+
+
+def admit(session: ModelSession, requests: Sequence[Request]) -> list[RequestGroup]:
+    """Spread requests over the DP groups contiguously and allocate the caches they need at their longest.
+
+    Errors: :class:`RequestError` for a request that cannot be run.
+    """
+    config = session.config
+    for index, request in enumerate(requests):
+        check_prompt(config, f"requests[{index}]", request.prompt, request.max_new_tokens)
+    parts = [[requests[i] for i in part] for part in spread_contiguously(len(requests), session.layout.dp)]
+    lengths = [[len(r.prompt) + r.max_new_tokens for r in part] for part in parts]
+    needs = [blocks_for_requests(config, part) for part in lengths]
+    # at least one block: a pool without rows could not be read even for "no row"
+    blocks = {table: max(1, *(need[table] for need in needs)) for table in needs[0]}
+    longest = max((n for part in lengths for n in part), default=1)
+    session.allocate(blocks, longest)
+    most = max(len(part) for part in parts)
+    return [RequestGroup(config, PageAllocator(config, blocks, most, longest), part) for part in parts]
+
+
 def generate(
     session: ModelSession,
     prompts: Sequence[Sequence[int]],
@@ -137,39 +194,19 @@ def generate(
 ) -> list[list[int]]:
     """Greedy continuation of every prompt: at most ``max_new_tokens`` each, less when one of ``stop_ids`` comes.
 
-    Prompts go to DP groups contiguously. ``on_token(prompt index, token)`` is called as tokens come. Allocates the
-    session's caches. Returns the new tokens per prompt.
+    ``on_token(prompt index, token)`` is called as tokens come; a DP group runs at most ``max_step_rows`` rows in a
+    step. Allocates the session's caches. Returns the new tokens per prompt.
 
     Errors: :class:`RequestError` for a prompt that cannot be run.
     """
     if max_new_tokens < 1:
         raise RequestError("max_new_tokens", max_new_tokens, "at least 1")
-    config = session.config
-    for index, prompt in enumerate(prompts):
-        check_prompt(config, f"requests[{index}]", prompt, max_new_tokens)
     requests = [Request(tuple(prompt), max_new_tokens, frozenset(stop_ids)) for prompt in prompts]
     index_of = {id(request): index for index, request in enumerate(requests)}
-    groups = _admit(session, requests, max_new_tokens)
+    groups = admit(session, requests)
     while any(group.running for group in groups):
-        plans = [group.plan(max_step_rows) for group in groups]
-        batches = [group.batch(plan) for group, plan in zip(groups, plans, strict=True)]
-        outputs = session.step(batches)
-        for group, plan, output in zip(groups, plans, outputs, strict=True):
-            for request, token in group.commit(plan, greedy_tokens(output.logits).tolist()):
+        for step in advance(session, groups, max_step_rows):
+            for request, token in step.new_tokens:
                 if on_token is not None:
                     on_token(index_of[id(request)], token)
     return [request.generated for request in requests]
-
-
-def _admit(session: ModelSession, requests: Sequence[Request], new_tokens: int) -> list[RequestGroup]:
-    """Spread requests over the DP groups and allocate what they need at their longest."""
-    config = session.config
-    parts = [[requests[i] for i in part] for part in spread_contiguously(len(requests), session.layout.dp)]
-    lengths = [[len(r.prompt) + new_tokens for r in part] for part in parts]
-    needs = [blocks_for_requests(config, part) for part in lengths]
-    # at least one block: a pool without rows could not be read even for "no row"
-    blocks = {table: max(1, *(need[table] for need in needs)) for table in needs[0]}
-    longest = max((n for part in lengths for n in part), default=1)
-    session.allocate(blocks, longest)
-    most = max(len(part) for part in parts)
-    return [RequestGroup(config, PageAllocator(config, blocks, most, longest), part) for part in parts]

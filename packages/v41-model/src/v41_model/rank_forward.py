@@ -18,6 +18,7 @@ from v41_goldens.weights import ModelWeights
 from v41_model.communicator import Communicator
 from v41_model.embedding import embed_tokens
 from v41_model.expert_parallel import expert_owners
+from v41_model.layer_capture import COMPRESSOR_STATE
 from v41_model.lm_head import final_norm, lm_head
 from v41_model.operators import Operators
 from v41_model.rank_layer import RankStep, ResidualStreams, sequence_parallel_layer
@@ -76,6 +77,7 @@ class RankModel:
         streams = self._entry(step, token_ids)
         for layer in config.layers:
             streams = sequence_parallel_layer(step, layer, self.weights.layers[layer.layer_id], streams)
+        self._record_compressor_state(step)
         return self._exit(step, streams, all_logits)
 
     def _entry(self, step: RankStep, token_ids: Tensor) -> ResidualStreams:
@@ -99,6 +101,13 @@ class RankModel:
         logits = lm_head(normed, self.weights.head, logit_rows, step.communicator, step.operators)
         _record(step, "logits", logits)
         return logits
+
+    def _record_compressor_state(self, step: RankStep) -> None:
+        """Record the state rings of this step's requests, which the caches would overwrite in the next one."""
+        for layer in self.config.layers:
+            blocks = step.attention.metadata.state_block_tables.get(layer.layer_id)
+            if blocks is not None and step.attention.capture is not None:
+                step.record(layer, COMPRESSOR_STATE, step.attention.caches.state[layer.layer_id][blocks[:, 0].long()])
 
 
 def _record(step: RankStep, name: str, rows: Tensor) -> None:

@@ -30,13 +30,21 @@ __all__ = ["GroupOutput", "ModelSession"]
 class GroupOutput:
     """What a step gave one DP group.
 
-    ``logits`` FP32 ``[R, V]`` in batch order; ``captures`` the TP ranks' records in rank order, empty unless asked
-    for; ``metadata`` the lowered batch they belong to.
+    ``logits`` FP32, of each request's last row ``[B', V]`` in batch order, or of every packed row ``[T, V]`` where
+    all were asked for; ``captures`` the TP ranks' records in rank order, empty unless asked for; ``metadata`` the
+    lowered batch they belong to.
     """
 
     logits: Tensor
+    all_logits: bool
     captures: tuple[Capture, ...]
     metadata: ForwardMetadata[Tensor]
+
+    @property
+    def last_logits(self) -> Tensor:
+        """FP32 ``[B', V]``: the last row of each request that has rows in the step."""
+        rows = self.metadata.logit_row_indices
+        return self.logits[rows[rows >= 0].long()] if self.all_logits else self.logits
 
 
 class ModelSession:
@@ -129,7 +137,7 @@ class ModelSession:
         for group, (_, metadata) in enumerate(lowered):
             ranks = results[group * self.layout.tp : (group + 1) * self.layout.tp]
             captures = tuple(recorder for _, recorder in ranks if recorder is not None)
-            outputs.append(GroupOutput(ranks[0][0], captures, metadata))
+            outputs.append(GroupOutput(ranks[0][0], all_logits, captures, metadata))
         return outputs
 
     def close(self) -> None:

@@ -1,0 +1,56 @@
+"""Options that several commands share, and what they open."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from v41_config import ParallelLayout
+from v41_loader import Checkpoint, open_checkpoint
+from v41_model.session import ModelSession
+
+__all__ = ["Subparsers", "add_checkpoint_options", "add_layout_options", "opened_checkpoint", "opened_session"]
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """``--checkpoint`` and ``--without-engram``."""
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="directory in the released format"
+    )
+    parser.add_argument(
+        "--without-engram",
+        action="store_true",
+        help="accept a checkpoint with Engram and run without it: not comparable with the released model",
+    )
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """``--requests``, ``--tp`` and ``--dp``."""
+    parser.add_argument(
+        "--requests", type=Path, required=True, metavar="FILE.json", help='{"requests": [[token ids], ...]}'
+    )
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share attention (default 1)")
+    parser.add_argument("--dp", type=int, default=1, help="groups that share the requests (default 1)")
+
+
+@contextmanager
+def opened_checkpoint(arguments: argparse.Namespace) -> Iterator[Checkpoint]:
+    """The checkpoint of the options; what must be said of every result goes to stderr first."""
+    with open_checkpoint(arguments.checkpoint, without_engram=arguments.without_engram) as checkpoint:
+        if checkpoint.inventory.notice is not None:
+            print(f"v41-model: {checkpoint.inventory.notice}", file=sys.stderr)
+        yield checkpoint
+
+
+@contextmanager
+def opened_session(arguments: argparse.Namespace) -> Iterator[tuple[Checkpoint, ModelSession]]:
+    """Checkpoint and session of the options, with all ranks in this process."""
+    layout = ParallelLayout(arguments.tp, arguments.dp)
+    with opened_checkpoint(arguments) as checkpoint:
+        yield checkpoint, ModelSession.open(checkpoint, layout)

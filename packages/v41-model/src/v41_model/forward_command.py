@@ -1,0 +1,40 @@
+"""``v41-model forward``: logits, and every layer's tensors, of a file of requests."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from v41_model.atomic_file import require_writable
+from v41_model.command_options import Subparsers, add_checkpoint_options, add_layout_options, opened_session
+from v41_model.forward_file import forward_tensors, write_tensors
+from v41_model.request_file import read_request_file
+
+__all__ = ["add_forward_command"]
+
+
+def add_forward_command(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser("forward", help="write logits of every position, optionally every layer's tensors")
+    add_checkpoint_options(parser)
+    add_layout_options(parser)
+    parser.add_argument("--decode", type=int, default=0, metavar="N", help="greedy steps after the prefill (default 0)")
+    parser.add_argument(
+        "--capture", choices=("logits", "layers"), default="logits", help="what to write (default logits)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file and name it."""
+    prompts = read_request_file(arguments.requests)
+    require_writable(arguments.out)
+    with opened_session(arguments) as (checkpoint, session):
+        tensors = forward_tensors(session, prompts, arguments.decode, layers=arguments.capture == "layers")
+        metadata = {"layout": f"tp={arguments.tp} dp={arguments.dp}", "capture": arguments.capture}
+        if checkpoint.inventory.notice is not None:
+            metadata["notice"] = checkpoint.inventory.notice
+    write_tensors(arguments.out, tensors, metadata)
+    print(f"{arguments.out}: {len(tensors)} tensors of {len(prompts)} requests")
+    return 0
