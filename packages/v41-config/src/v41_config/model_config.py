@@ -13,11 +13,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     ValidationError,
     field_validator,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from v41_config.errors import ConfigError
 from v41_config.layer_plan import LayerConfig, attention_mode
@@ -54,7 +54,7 @@ _PositiveNumber = Annotated[int | float, BeforeValidator(_finite), AfterValidato
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
 
 
 class RopeScaling(_Group):
