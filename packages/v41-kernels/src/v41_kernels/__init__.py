@@ -1,1 +1,48 @@
-"""DeepSeek-V4.1-Flash: the operators as PyPTO kernels, compiled and executed on a CPU."""
+"""DeepSeek-V4.1-Flash: the operators as PyPTO kernels, compiled and executed on a CPU.
+
+Importing this package imports neither pypto nor anything that writes files; pypto is loaded by the worker process.
+"""
+
+from v41_kernels.errors import (
+    CalculatorBuildError,
+    CanaryError,
+    KernelCrashError,
+    KernelError,
+    KernelExecutionError,
+    KernelTimeoutError,
+    OperatorArgumentError,
+    PassVerificationError,
+    PlatformError,
+    PyptoInstallError,
+)
+from v41_kernels.executor import Executor, KernelRun
+from v41_kernels.operator_spec import ConstantSpec, CountSpec, OperatorSpec, TensorSpec
+from v41_kernels.pass_report import PassCheck
+from v41_kernels.pypto_install import PyptoInstall, find_pypto
+from v41_kernels.registry import OPERATORS, KernelOperator
+from v41_kernels.tiers import Tier
+
+__all__ = [
+    "OPERATORS",
+    "CalculatorBuildError",
+    "CanaryError",
+    "ConstantSpec",
+    "CountSpec",
+    "Executor",
+    "KernelCrashError",
+    "KernelError",
+    "KernelExecutionError",
+    "KernelOperator",
+    "KernelRun",
+    "KernelTimeoutError",
+    "OperatorArgumentError",
+    "OperatorSpec",
+    "PassCheck",
+    "PassVerificationError",
+    "PlatformError",
+    "PyptoInstall",
+    "PyptoInstallError",
+    "TensorSpec",
+    "Tier",
+    "find_pypto",
+]

@@ -1,0 +1,155 @@
+"""Runs operators' kernels on CPU tensors, in one worker process."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from v41_kernels.arguments import BoundArguments, bind
+from v41_kernels.calculator import calculator_library, default_cache_directory
+from v41_kernels.pass_report import PassCheck
+from v41_kernels.platforms import require_platform
+from v41_kernels.pypto_install import find_pypto
+from v41_kernels.registry import OPERATORS, KernelOperator, find_operator
+from v41_kernels.tiers import Tier
+from v41_kernels.worker_process import WorkerProcess
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """One execution: seconds spent compiling and interpreting, and the checks after passes (`Tier.PASSES` only)."""
+
+    operator: str
+    tier: Tier
+    seconds: float
+    checks: tuple[PassCheck, ...]
+
+
+class Executor:
+    """Runs kernels by operator name; destinations are tensors of the caller and are written in place.
+
+    Kernels run one at a time in a worker process, because the compiler tolerates neither threads nor a kernel that
+    failed. The worker starts with the first run, and anew after a failure; the first start ever also builds PyPTO's
+    interpreter (about 35 s). Several threads may share an executor: they take turns.
+    """
+
+    def __init__(
+        self,
+        *,
+        platform: str = "cpu",
+        tier: Tier = Tier.GRAPH,
+        timeout: float = 120.0,
+        cache_directory: Path | None = None,
+        operators: Mapping[str, KernelOperator] = OPERATORS,
+    ) -> None:
+        """Takes the tier and the seconds that a kernel may take; `cache_directory` holds the built interpreter.
+
+        Errors: `PlatformError`, `PyptoInstallError`.
+        """
+        require_platform(platform)
+        self._pypto = find_pypto()
+        self._tier = tier
+        self._timeout = timeout
+        self._cache_directory = cache_directory or default_cache_directory()
+        self._operators = operators
+        self._turn = threading.Lock()
+        self._worker: WorkerProcess | None = None
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the worker and removes its files. A later run starts another one."""
+        with self._turn:
+            if self._worker is not None:
+                self._worker.stop()
+                self._worker = None
+
+    def run(self, name: str, /, *, tier: Tier | None = None, **arguments: object) -> KernelRun:
+        """Executes an operator: `executor.run("rms_norm", x=x, weight=weight, out=out, num_tokens=3)`.
+
+        Args:
+            name: an operator of the registry.
+            tier: instead of the executor's.
+            arguments: the contract's tensors, in CPU memory and contiguous, and scalars. A count that is left out
+                means all rows, a constant has its default.
+
+        Errors: `OperatorArgumentError` before anything is launched; `CalculatorBuildError`, `CanaryError`;
+        `KernelExecutionError` or a subclass. Destinations are written only if there is no error.
+        """
+        operator = find_operator(name, self._operators)
+        bound = bind(operator.spec, arguments)
+        if operator.check is not None:
+            operator.check(bound)
+        with self._turn:
+            return self._run(operator, bound, tier or self._tier)
+
+    def _run(self, operator: KernelOperator, bound: BoundArguments, tier: Tier) -> KernelRun:
+        name = operator.spec.name
+        if self._worker is None:
+            self._worker = WorkerProcess(calculator_library(self._pypto, self._cache_directory))
+        where = f"kernel {name} (tier {tier.value})"
+        with tempfile.TemporaryDirectory(dir=self._worker.scratch, ignore_cleanup_errors=True) as directory:
+            request = _request(operator, bound, tier, where, Path(directory))
+            try:
+                answer = self._worker.ask(where, request, self._timeout)
+            except BaseException:
+                self._worker = None  # `ask` has stopped it
+                raise
+            _receive(request["tensors"], bound)
+        checks = tuple(PassCheck(pass_name, compared) for pass_name, compared in answer["checks"])
+        return KernelRun(name, tier, answer["seconds"], checks)
+
+
+def _request(
+    operator: KernelOperator, bound: BoundArguments, tier: Tier, where: str, directory: Path
+) -> dict[str, Any]:
+    """Writes the tensors into files in `directory`, and describes the call."""
+    spec = operator.spec
+    tensors = []
+    for tensor in spec.tensors:
+        written = tensor.name in spec.destinations
+        tensors.append(_send(tensor.name, tensor.dtype, bound.tensors[tensor.name], written, directory))
+    for count, value in bound.counts.items():
+        tensors.append(_send(count, "INT32", torch.tensor([value], dtype=torch.int32), False, directory))
+    return {
+        "where": where,
+        "kernel": operator.kernel,
+        "static": {dim: bound.dims[dim] for dim in spec.static_dims} | bound.constants,
+        "tier": tier.value,
+        "tolerance": operator.pass_tolerance,
+        "tensors": tensors,
+    }
+
+
+def _send(name: str, dtype: str, tensor: Tensor, written: bool, directory: Path) -> dict[str, Any]:
+    file = directory / f"{name}.tensor"
+    _bytes(tensor).numpy().tofile(file)
+    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "written": written, "file": str(file)}
+
+
+def _receive(sent: list[dict[str, Any]], bound: BoundArguments) -> None:
+    """Takes the destinations' new values from their files, all of them or none."""
+    written = [tensor for tensor in sent if tensor["written"]]
+    values = [np.fromfile(tensor["file"], dtype=np.uint8) for tensor in written]
+    for tensor, value in zip(written, values, strict=True):
+        _bytes(bound.tensors[tensor["name"]]).copy_(torch.from_numpy(value))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as UINT8 `[bytes]`."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,90 @@
+"""The process that runs kernels: `python -m v41_kernels.worker`, started by `worker_process` and by nothing else.
+
+It reads one JSON request a line from standard input and answers each with one line on the descriptor it was given.
+After a failed kernel it answers and ends, since pypto refuses all work after a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from v41_config import V41Error
+from v41_kernels.arguments import TORCH_DTYPES
+from v41_kernels.canary import check_canary
+from v41_kernels.interpreter import Interpreter
+from v41_kernels.tiers import Tier
+
+_MESSAGE_CHARACTERS = 800
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calculator", type=Path, required=True, help="the built interpreter library")
+    parser.add_argument("--scratch", type=Path, required=True, help="directory for everything that pypto writes")
+    parser.add_argument("--replies", type=int, required=True, help="file descriptor for the answers")
+    options = parser.parse_args()
+    os.set_inheritable(options.replies, False)  # so that its end is seen when this process dies
+    with open(options.replies, "w", encoding="utf-8") as replies:
+        try:
+            interpreter = Interpreter(options.calculator, options.scratch)
+            interpreter.hand_over_tensors()
+            check_canary(interpreter)
+            _answer(replies, {})
+            for line in sys.stdin:
+                _answer(replies, _execute(interpreter, json.loads(line)))
+        except Exception as error:  # whatever it is, the parent names the kernel and raises it
+            _answer(replies, {"error": _describe(error)})
+            return 1
+    # Standard input has ended: either the executor was closed, or its process is gone and nobody else tidies up.
+    shutil.rmtree(options.scratch, ignore_errors=True)
+    return 0
+
+
+def _execute(interpreter: Interpreter, request: dict[str, Any]) -> dict[str, Any]:
+    tensors = {tensor["name"]: _map(tensor) for tensor in request["tensors"]}
+    destinations = [tensor["name"] for tensor in request["tensors"] if tensor["written"]]
+    started = time.perf_counter()
+    entry = importlib.import_module(request["kernel"]).make_entry(**request["static"])
+    checks = interpreter.run(
+        request["where"], entry, tensors, destinations, Tier(request["tier"]), request["tolerance"]
+    )
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "checks": [[check.pass_name, check.compared] for check in checks]}
+
+
+def _map(tensor: dict[str, Any]) -> Tensor:
+    """The tensor in a file; a destination's changes go to the file, an argument's stay in this process."""
+    shape, dtype = tensor["shape"], TORCH_DTYPES[tensor["dtype"]]
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    mapped = torch.from_file(tensor["file"], shared=tensor["written"], size=math.prod(shape), dtype=dtype)
+    return mapped.view(shape)
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    if isinstance(error, V41Error):
+        found = error.found if isinstance(error.found, (str, int, float)) else repr(error.found)
+        return {"type": type(error).__name__, "where": error.where, "found": found, "expected": error.expected}
+    # pypto's messages go on with pages of C++ frames; what went wrong stands at the beginning.
+    return {"type": None, "found": f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARACTERS]}"}
+
+
+def _answer(replies: TextIO, answer: dict[str, Any]) -> None:
+    replies.write(json.dumps(answer) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

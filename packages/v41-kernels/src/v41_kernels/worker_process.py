@@ -1,0 +1,148 @@
+"""The parent's side of the worker: start it, ask it, notice how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from v41_kernels import errors
+from v41_kernels.errors import KernelCrashError, KernelError, KernelExecutionError, KernelTimeoutError
+
+_START_SECONDS = 120.0  # importing torch and pypto takes 2 s; a loaded machine is given much more
+_STOP_SECONDS = 5.0
+
+
+class WorkerProcess:
+    """One running worker with a scratch directory of its own, which lives as long as it does."""
+
+    def __init__(self, calculator: Path) -> None:
+        """Starts the worker and waits for its canary.
+
+        Errors: `CanaryError`, `PyptoInstallError`, `KernelCrashError`, `KernelTimeoutError`.
+        """
+        self._directory = tempfile.TemporaryDirectory(prefix="v41-kernels-", ignore_cleanup_errors=True)
+        self.scratch = Path(self._directory.name)
+        self._log = self.scratch / "worker.log"
+        read_end, write_end = os.pipe()
+        self._replies = open(read_end, "rb", buffering=0)  # noqa: SIM115 - open for the object's life
+        self._unread = b""
+        command = [sys.executable, "-m", "v41_kernels.worker", "--calculator", str(calculator)]
+        command += ["--scratch", str(self.scratch), "--replies", str(write_end)]
+        try:
+            with open(self._log, "wb") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=self.scratch,
+                    env=_environment(self.scratch),
+                    pass_fds=(write_end,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(write_end)
+        try:
+            self._receive("kernel worker", _START_SECONDS)
+        except BaseException:
+            self._kill()
+            self.stop()
+            raise
+
+    def ask(self, where: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Sends a request and waits for its answer; after any error the worker has been stopped.
+
+        Errors: `KernelExecutionError` or a subclass; `where` names the kernel.
+        """
+        try:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has died: reading the answer finds out how
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+            return self._receive(where, timeout)
+        except BaseException:  # also an interrupt: a late answer must not be taken for the next one
+            self._kill()
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Lets an idle worker end by itself, and removes its directory."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._replies.close()
+        self._directory.cleanup()
+
+    def _receive(self, where: str, timeout: float) -> dict[str, Any]:
+        line = self._read_line(where, timeout)
+        if line is None:
+            raise KernelCrashError(where, f"{self._how_it_ended()}; log ends in: {self._log_end()}", "an answer")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise _error(where, answer["error"])
+        return answer
+
+    def _read_line(self, where: str, timeout: float) -> bytes | None:
+        """The next line, or None if the worker ended without one."""
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._kill()
+                raise KernelTimeoutError(where, f"no answer after {timeout:g} s; it was stopped", "an answer in time")
+            received = self._replies.read(65536)
+            if not received:
+                return None
+            self._unread += received
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: the group holds nothing else
+            self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        status = self._process.wait()
+        if status < 0:
+            return f"worker killed by {signal.Signals(-status).name}"
+        return f"worker ended with status {status}"
+
+    def _log_end(self) -> str:
+        return self._log.read_bytes()[-2000:].decode(errors="replace").strip() or "(empty)"
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    """The worker's variables: whatever pypto writes goes below `scratch`, and CANN, if there is one, stays out."""
+    environment = dict(os.environ)
+    # With CANN pypto loads another runtime, for which the executor was not written.
+    environment.pop("ASCEND_HOME_PATH", None)
+    return environment | {
+        "HOME": str(scratch),  # pypto writes ~/.pypto
+        "TILE_FWK_OUTPUT_DIR": str(scratch / "output"),
+        "ASCEND_PROCESS_LOG_PATH": str(scratch / "log"),
+        "ASCEND_WORK_PATH": str(scratch),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+def _error(where: str, described: dict[str, Any]) -> KernelError:
+    """The error that the worker described."""
+    if described["type"] is None:
+        return KernelExecutionError(where, described["found"], "a kernel that compiles and runs")
+    kind = getattr(errors, described["type"], KernelError)
+    error: KernelError = kind(described["where"], described["found"], described["expected"])
+    return error
