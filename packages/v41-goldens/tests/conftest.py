@@ -16,38 +16,6 @@ from torch import Tensor
 from v41_config import TINY, ModelConfig
 from v41_goldens import LayerWeights, ModelWeights
 
-
-@pytest.fixture(scope="session")
-def e4m3_grid() -> list[Fraction]:
-    """Magnitude of every E4M3 code from 0 to 126 (448), from the definition of the format."""
-
-    def magnitude(code: int) -> Fraction:
-        exponent, mantissa = code >> 3, code & 7
-        if exponent == 0:
-            return Fraction(mantissa, 8) * Fraction(1, 2**6)
-        return (1 + Fraction(mantissa, 8)) * Fraction(2) ** (exponent - 7)
-
-    return [magnitude(code) for code in range(127)]
-
-
-@pytest.fixture(scope="session")
-def e2m1_grid() -> list[Fraction]:
-    """Magnitude of E2M1 codes 0 to 7."""
-    return [Fraction(numerator, 2) for numerator in (0, 1, 2, 3, 4, 6, 8, 12)]
-
-
-@pytest.fixture(scope="session")
-def nearest_even() -> Callable[[Fraction, Sequence[Fraction]], int]:
-    """The code whose magnitude is nearest, the even code of two that are equally near; too large gives the last."""
-
-    def round_to(magnitude: Fraction, grid: Sequence[Fraction]) -> int:
-        above = min(bisect_left(grid, magnitude), len(grid) - 1)
-        below = max(above - 1, 0)
-        return min((below, above), key=lambda code: (abs(grid[code] - magnitude), code % 2))
-
-    return round_to
-
-
 _FP4_RMS = 2.9
 """Root mean square of the sixteen E2M1 values."""
 

@@ -1,0 +1,189 @@
+"""E4M3, E8M0 and E2M1 against their definitions in exact rationals: every code, every midpoint, random values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from v41_goldens.errors import OperandError
+from v41_goldens.judges import assert_equal_bits
+from v41_goldens.number_formats import (
+    e2m1_decode,
+    e2m1_encode,
+    e4m3_decode,
+    e4m3_encode,
+    e8m0_decode,
+    pow2_ceil_e8m0,
+)
+
+NearestEven = Callable[[Fraction, Sequence[Fraction]], int]
+ALL_BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+finite_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def around_midpoints(grid: Sequence[Fraction]) -> Tensor:
+    """Every grid value and midpoint with its FP32 neighbours, both signs: where a rounding rule shows."""
+    points = [float(value) for value in grid] + [float((a + b) / 2) for a, b in itertools.pairwise(grid)]
+    exact = torch.tensor(points, dtype=torch.float32)
+    near = [torch.nextafter(exact, torch.tensor(limit)) for limit in (-math.inf, math.inf)]
+    values = torch.cat([exact, *near])
+    return torch.cat([values, -values])
+
+
+def rounded(x: Tensor, grid: Sequence[Fraction], sign_bit: int, nearest_even: NearestEven) -> list[int]:
+    return [
+        nearest_even(Fraction(abs(value)), grid) | (sign_bit if math.copysign(1.0, value) < 0 else 0)
+        for value in x.tolist()
+    ]
+
+
+def nibbles(packed: Tensor) -> list[int]:
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten().tolist()
+
+
+def test_e4m3_decodes_every_code(e4m3_grid: list[Fraction]) -> None:
+    decoded = e4m3_decode(ALL_BYTES)
+    magnitudes = torch.tensor([float(value) for value in e4m3_grid])
+    assert_equal_bits(decoded[:127], magnitudes, "positive codes")
+    assert_equal_bits(decoded[128:255], -magnitudes, "negative codes")
+    assert decoded[[127, 255]].isnan().all()
+    # Without a NaN in the tensor another path decodes.
+    numbers = torch.cat([ALL_BYTES[:127], ALL_BYTES[128:255]])
+    assert_equal_bits(e4m3_decode(numbers), torch.cat([magnitudes, -magnitudes]), "numbers only")
+    assert_equal_bits(e4m3_decode(numbers.view(torch.float8_e4m3fn)), e4m3_decode(numbers), "float8")
+
+
+def test_e4m3_nan_is_never_a_number() -> None:
+    for byte in (0x7F, 0xFF):
+        codes = torch.zeros(3, 70, dtype=torch.uint8)
+        codes[1, 69] = byte
+        assert e4m3_decode(codes).isnan().nonzero().tolist() == [[1, 69]]
+
+
+def test_e4m3_encodes_to_nearest_even(e4m3_grid: list[Fraction], nearest_even: NearestEven) -> None:
+    x = around_midpoints(e4m3_grid)
+    assert e4m3_encode(x).view(torch.uint8).tolist() == rounded(x, e4m3_grid, 0x80, nearest_even)
+
+
+@settings(deadline=None)
+@given(st.lists(finite_fp32, min_size=1, max_size=8))
+def test_e4m3_encodes_any_number(e4m3_grid: list[Fraction], nearest_even: NearestEven, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    assert e4m3_encode(x).view(torch.uint8).tolist() == rounded(x, e4m3_grid, 0x80, nearest_even)
+
+
+def test_e4m3_clamps_infinities_and_keeps_nan() -> None:
+    x = torch.tensor([math.inf, -math.inf, 449.0, 1e6, -0.0])
+    assert e4m3_encode(x).view(torch.uint8).tolist() == [0x7E, 0xFE, 0x7E, 0x7E, 0x80]
+    assert e4m3_decode(e4m3_encode(torch.tensor([math.nan, -math.nan]))).isnan().all()
+
+
+def test_e8m0_decodes_every_code() -> None:
+    decoded = e8m0_decode(ALL_BYTES)
+    assert decoded[:255].tolist() == [2.0 ** (code - 127) for code in range(255)]
+    assert decoded[255].isnan()
+    assert_equal_bits(e8m0_decode(ALL_BYTES[:255].view(torch.float8_e8m0fnu)), decoded[:255], "float8")
+
+
+@settings(deadline=None)
+@given(st.floats(min_value=2.0**-126, max_value=2.0**127, width=32))
+def test_pow2_ceil_is_the_smallest_power_at_or_above(value: float) -> None:
+    code = int(pow2_ceil_e8m0(torch.tensor(value)))
+    assert Fraction(2) ** (code - 127) >= Fraction(value) > Fraction(2) ** (code - 128)
+
+
+def test_pow2_ceil_at_the_edges() -> None:
+    exact = torch.tensor([2.0**k for k in range(-126, 128)])
+    assert pow2_ceil_e8m0(exact).tolist() == list(range(1, 255))
+    above = torch.nextafter(exact[:-1], torch.tensor(math.inf))
+    assert pow2_ceil_e8m0(above).tolist() == list(range(2, 255))
+    below = torch.nextafter(exact[1:], torch.tensor(0.0))
+    assert pow2_ceil_e8m0(below).tolist() == list(range(2, 255))
+    # Zero, subnormals, values beyond the largest code, and what is no number.
+    special = torch.tensor([0.0, 1e-45, 2.0**-127, 1.5 * 2.0**127, 3.4e38, math.inf, math.nan, -math.nan])
+    assert pow2_ceil_e8m0(special).tolist() == [0, 1, 1, 254, 254, 255, 255, 255]
+
+
+def test_pow2_ceil_of_a_transposed_tensor() -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]])
+    assert pow2_ceil_e8m0(x.T).tolist() == [[127, 129], [128, 130], [129, 131]]
+
+
+def test_e2m1_decodes_every_byte(e2m1_grid: list[Fraction]) -> None:
+    values = torch.tensor([float(value) for value in e2m1_grid])
+    values = torch.cat([values, -values])
+    byte = torch.arange(256)
+    expected = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
+    assert_equal_bits(e2m1_decode(ALL_BYTES.unsqueeze(-1)), expected, "bytes")
+    assert_equal_bits(e2m1_decode(ALL_BYTES.view(torch.int8).view(16, 16)), expected.view(16, 32), "int8 matrix")
+    assert_equal_bits(e2m1_decode(ALL_BYTES.view(16, 16).T), expected.view(16, 16, 2).transpose(0, 1).flatten(1), "T")
+
+
+def test_e2m1_encodes_to_nearest_even(e2m1_grid: list[Fraction], nearest_even: NearestEven) -> None:
+    x = around_midpoints(e2m1_grid)
+    assert nibbles(e2m1_encode(x)) == rounded(x, e2m1_grid, 8, nearest_even)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0])
+    assert e2m1_decode(e2m1_encode(ties)).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.one_of(finite_fp32, st.floats(-8, 8, width=32)), min_size=2, max_size=16).filter(
+        lambda v: len(v) % 2 == 0
+    )
+)
+def test_e2m1_encodes_any_number(e2m1_grid: list[Fraction], nearest_even: NearestEven, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    assert nibbles(e2m1_encode(x)) == rounded(x, e2m1_grid, 8, nearest_even)
+
+
+def test_e2m1_round_trips_every_byte_and_saturates() -> None:
+    assert_equal_bits(e2m1_encode(e2m1_decode(ALL_BYTES.unsqueeze(-1))), ALL_BYTES.unsqueeze(-1), "round trip")
+    x = torch.tensor([math.inf, -math.inf, 1e30, -7.0, math.nan, -0.0])
+    assert nibbles(e2m1_encode(x))[:4] == [7, 15, 7, 15]
+    assert nibbles(e2m1_encode(x))[4] & 7 == 0  # E2M1 has no NaN; the quantisers carry it in the scale
+    assert nibbles(e2m1_encode(x))[5] == 8
+
+
+def test_encoding_leaves_its_input_alone() -> None:
+    x = torch.tensor([[7.0, -0.3], [500.0, 2.5]])
+    before = x.clone()
+    e2m1_encode(x)
+    e4m3_encode(x)
+    pow2_ceil_e8m0(x)
+    assert_equal_bits(x, before, "input")
+
+
+def test_empty_tensors() -> None:
+    assert e4m3_decode(torch.empty(0, 32, dtype=torch.uint8)).shape == (0, 32)
+    assert e2m1_decode(torch.empty(0, 16, dtype=torch.uint8)).shape == (0, 32)
+    assert e2m1_encode(torch.empty(0, 32)).shape == (0, 16)
+
+
+def test_ties_toward_zero_would_be_noticed(e2m1_grid: list[Fraction], nearest_even: NearestEven) -> None:
+    """The comparison above rejects the rule of a nearest-value search, which sends ties to the lower code."""
+
+    def toward_zero(x: Tensor) -> list[int]:
+        grid = np.array([float(value) for value in e2m1_grid])
+        lower = [int(np.abs(grid - abs(value)).argmin()) for value in x.tolist()]
+        return [code | (8 if math.copysign(1.0, v) < 0 else 0) for code, v in zip(lower, x.tolist(), strict=True)]
+
+    x = around_midpoints(e2m1_grid)
+    assert toward_zero(x) != rounded(x, e2m1_grid, 8, nearest_even)
+
+
+def test_other_dtypes_are_refused() -> None:
+    for decode in (e4m3_decode, e8m0_decode, e2m1_decode):
+        with pytest.raises(OperandError, match=r"int32"):
+            decode(torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(OperandError, match="even last dimension"):
+        e2m1_encode(torch.zeros(2, 3))
