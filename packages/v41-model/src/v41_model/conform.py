@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -33,15 +33,22 @@ def conformance_reports(
     return [
         report
         for stage in stages
-        for report in _stage_reports(
+        for report in stage_reports(
             stage, replay(config, weights, file, layer_local=stage == "layer-local"), file, max_relative_l2
         )
     ]
 
 
-def _stage_reports(
+def stage_reports(
+    stage: Stage, computed: dict[str, Tensor], file: VectorsFile, max_relative_l2: float = 0.0
+) -> list[TensorReport]:
+    """What was computed against what the file holds, in the order of computation."""
+    return list(_compared(stage, computed, file, max_relative_l2))
+
+
+def _compared(
     stage: Stage, computed: dict[str, Tensor], file: VectorsFile, max_relative_l2: float
-) -> Iterable[TensorReport]:
+) -> Iterator[TensorReport]:
     for key in sorted(file.tensors, key=_computation_order):
         stored = file.tensors[key]
         if key == "tokens" or key not in computed:

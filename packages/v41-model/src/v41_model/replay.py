@@ -19,8 +19,7 @@ def replay(config: ModelConfig, weights: ModelWeights, file: VectorsFile, *, lay
     tensor differs only where it was computed differently; a decode file's prompt is always computed here.
     """
     engine = ReferenceEngine(config, weights, max_tokens=len(file.tokens) + len(file.decode_tokens))
-    stored = {key: _padded(key, value, config) for key, value in file.tensors.items() if _is_input(key)}
-    injected = stored if layer_local else {}
+    injected = replay_inputs(file, config) if layer_local else {}
     if not file.decode_tokens:
         capture = Capture()
         logits = engine.step([(0, file.tokens)], capture, injected).logits
@@ -36,6 +35,11 @@ def replay(config: ModelConfig, weights: ModelWeights, file: VectorsFile, *, lay
     result = {key: _stacked([tensors[key] for tensors in steps if key in tensors]) for key in steps[-1]}
     result |= {f"final_state.{key}": value for key, value in engine.state_of(0).items()}
     return result | {"decode_tokens": torch.cat(greedy[:-1]), "next_token": greedy[-1]}
+
+
+def replay_inputs(file: VectorsFile, config: ModelConfig) -> dict[str, Tensor]:
+    """The stored tensors that a layer-local replay goes on with, as `ForwardContext.injected` takes them."""
+    return {key: _padded(key, value, config) for key, value in file.tensors.items() if _is_input(key)}
 
 
 def _is_input(key: str) -> bool:
