@@ -119,10 +119,11 @@ class ReferenceEngine:
         self.lengths[request] = 0
 
     def _check_batch(self, requests: Sequence[int], query_lens: Sequence[int]) -> None:
-        known = len(self.lengths)
+        known, seen = len(self.lengths), set[int]()
         for row, (request, count) in enumerate(zip(requests, query_lens, strict=True)):
-            if not 0 <= request < known or request in requests[:row]:
+            if not 0 <= request < known or request in seen:
                 raise OperandError(f"batch[{row}]", request, f"a request from 0 to {known - 1}, once")
+            seen.add(request)
             if self.lengths[request] + count > self.max_tokens:
                 raise OperandError(f"batch[{row}]", int(self.lengths[request]) + count,
                                    f"at most {self.max_tokens} tokens in a request")  # fmt: skip
