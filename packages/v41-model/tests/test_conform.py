@@ -1,0 +1,224 @@
+"""`conform` finds and names every kind of difference, and refuses files that do not hold what they promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from v41_config import TINY
+from v41_goldens import Capture, ModelWeights, ReferenceEngine
+from v41_model.cli import main
+from v41_model.conform import conformance_reports, exit_code, format_table, not_compared, stage_reports, summary
+from v41_model.errors import VectorsError
+from v41_model.replay import replay
+from v41_model.tensor_report import compare
+from v41_model.vectors_file import REPLAY_INPUTS, VectorsFile, read_vectors
+
+TOKENS = [0, 17, 250, 99, 4, 311, 17, 8, 500, 42, 77, 3, 128, 9, 260, 31, 5, 402, 66]
+"""19 tokens: an odd count leaves a pair open, and layer 2's and 6's later tokens see a full selection."""
+
+
+@pytest.fixture(scope="module")
+def dump(tiny_weights: ModelWeights) -> dict[str, Tensor]:
+    """A full-capture file, as another engine would write it."""
+    engine, capture = ReferenceEngine(TINY, tiny_weights, max_tokens=len(TOKENS)), Capture()
+    engine.step([(0, TOKENS)], capture)
+    tensors = {"tokens": torch.tensor(TOKENS, dtype=torch.int32)} | capture.tensors | engine.state_of(0)
+    for key in [k for k in tensors if k.endswith("candidate_mask")]:
+        tensors[key] = tensors[key].to(torch.uint8)
+    return {key: value.contiguous() for key, value in tensors.items()}
+
+
+def _changed(value: Tensor) -> Tensor:
+    """The last bit of one element in the middle, or another selected entry, flag or id."""
+    changed = value.clone()
+    flat = changed.view(-1)
+    at = flat.numel() // 2
+    if value.dtype == torch.uint8:
+        flat[at] ^= 1
+    elif not value.is_floating_point():
+        flat[at] = flat[at] - 1 if int(flat[at]) > 0 else flat[at] + 1
+    else:
+        bits = flat.view({2: torch.int16, 4: torch.int32}[value.element_size()])
+        bits[at] ^= 1
+    return changed
+
+
+KINDS = (
+    "embed_out", "final.collapsed", "final.norm_out", "logits", "X", "pre_mix", "attn_in", "attn_out", "moe_in",
+    "moe_out", "shared_out", "hc_attn_pre", "hc_attn_post", "hc_attn_comb", "hc_ffn_pre", "hc_ffn_post",
+    "hc_ffn_comb", "qr", "q", "window_kv", "window_ring", "sparse_attn_out", "compressed_latent", "compressed_kv",
+    "index_k", "index_score", "topk", "candidate_mask", "candidate_block_score", "compressor_kv_state",
+    "compressor_score_state", "router_ids", "router_weights", "router_score_plus_bias",
+)  # fmt: skip
+
+
+def test_the_dump_has_every_kind(dump: dict[str, Tensor]) -> None:
+    assert {key.split(".", 2)[2] if key.startswith("layer.") else key for key in dump} - {"tokens"} == set(KINDS)
+
+
+def test_a_correct_dump_passes(dump: dict[str, Tensor], tiny_weights: ModelWeights, tmp_path: Path) -> None:
+    save_file(dump, tmp_path / "dump.safetensors")
+    file = read_vectors(tmp_path / "dump.safetensors", TINY)
+    reports = conformance_reports(TINY, tiny_weights, file)
+    assert exit_code(reports) == 0
+    assert not_compared(reports, file) == []
+    assert "PASS" in summary(reports)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_changed_element_is_found_and_named(dump: dict[str, Tensor], tiny_weights: ModelWeights, kind: str) -> None:
+    key = next(
+        k for k in sorted(dump, reverse=True) if k == kind or (k.endswith("." + kind) and k.startswith("layer."))
+    )
+    wrong = VectorsFile(TOKENS, [], {**dump, key: _changed(dump[key])})
+    reports = stage_reports("layer-local", replay(TINY, tiny_weights, wrong, layer_local=True), wrong)
+    failed = [report for report in reports if not report.passed]
+    assert failed[0].key == key
+    assert failed[0].mismatches == 1
+    assert failed[0].max_ulp in (1, None)
+    assert exit_code(reports) == 1
+    if kind not in REPLAY_INPUTS:
+        assert len(failed) == 1  # nothing else starts from it
+    layer = key.split(".")[1] if key.startswith("layer.") else "-"
+    line = next(line for line in format_table(reports).splitlines() if "DIFFERS" in line)
+    assert line.split()[1:3] == [layer, kind]
+
+
+def test_a_later_layer_starts_from_stored_inputs(dump: dict[str, Tensor], tiny_weights: ModelWeights) -> None:
+    """A difference in one layer's result stays there and in the layer that starts from it."""
+    wrong = VectorsFile(TOKENS, [], {**dump, "layer.03.X": _changed(dump["layer.03.X"])})
+    local = stage_reports("layer-local", replay(TINY, tiny_weights, wrong, layer_local=True), wrong)
+    assert {r.key.split(".")[1] for r in local if not r.passed} <= {"03", "04"}
+    whole = stage_reports("end-to-end", replay(TINY, tiny_weights, wrong, layer_local=False), wrong)
+    assert [r.key for r in whole if not r.passed] == ["layer.03.X"]
+
+
+def test_a_decode_file(dump: dict[str, Tensor], tiny_weights: ModelWeights) -> None:
+    engine = ReferenceEngine(TINY, tiny_weights, max_tokens=len(TOKENS) + 3)
+    engine.step([(0, TOKENS)])
+    steps = []
+    for token in (5, 6, 7):
+        capture = Capture()
+        engine.step([(0, [token])], capture)
+        steps.append(capture.tensors)
+    keys = [f"layer.{i:02d}.{name}" for i in (2, 6) for name in ("X", "attn_in", "attn_out", "topk")] + ["logits"]
+    tensors = {key: torch.cat([step[key] for step in steps]) for key in keys}
+    tensors |= {f"final_state.{key}": value for key, value in engine.state_of(0).items()}
+    file = VectorsFile(TOKENS, [5, 6, 7], tensors)
+    assert exit_code(conformance_reports(TINY, tiny_weights, file)) == 0
+    for key in ("layer.06.attn_out", "final_state.layer.04.compressed_kv", "logits"):
+        wrong = VectorsFile(TOKENS, [5, 6, 7], {**tensors, key: _changed(tensors[key])})
+        reports = conformance_reports(TINY, tiny_weights, wrong)
+        assert next(r.key for r in reports if not r.passed) == key
+
+
+class TestCompare:
+    def test_ulp_counts_numbers_in_between(self) -> None:
+        a = torch.tensor([1.0, -1.0, 0.0])
+        b = torch.tensor([1.0, -1.0 - 2**-23 * 3, 0.0])
+        report = compare("layer-local", "x", a, b)
+        assert (report.mismatches, report.max_ulp, report.passed) == (1, 3, False)
+
+    def test_signed_zero_differs(self) -> None:
+        assert not compare("layer-local", "x", torch.tensor([0.0]), torch.tensor([-0.0])).passed
+
+    def test_nan_equals_nan_only(self) -> None:
+        nan = torch.tensor([torch.nan, 1.0])
+        assert compare("layer-local", "x", nan, nan.clone()).passed
+        report = compare("layer-local", "x", nan, torch.tensor([2.0, 1.0]), max_relative_l2=0.9)
+        assert (report.passed, report.max_ulp) == (False, None)
+
+    def test_infinity_against_a_number_is_never_within_a_bound(self) -> None:
+        wrong = torch.tensor([torch.inf, 1.0])
+        assert not compare("layer-local", "x", wrong, torch.tensor([2.0, 1.0]), max_relative_l2=0.9).passed
+
+    def test_a_bound_accepts_floats_within_it(self) -> None:
+        a, b = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001])
+        assert compare("layer-local", "x", a, b, max_relative_l2=1e-2).passed
+        assert not compare("layer-local", "x", a, b, max_relative_l2=1e-5).passed
+
+    def test_a_bound_never_accepts_integers(self) -> None:
+        assert not compare("layer-local", "x", torch.tensor([1, 2]), torch.tensor([1, 3]), max_relative_l2=0.9).passed
+
+    def test_shape_and_dtype(self) -> None:
+        report = compare("layer-local", "x", torch.zeros(2), torch.zeros(3))
+        assert not report.passed
+        assert "float32 [2]" in report.note
+        assert not compare("layer-local", "x", torch.zeros(2), torch.zeros(2).bfloat16()).passed
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokens": torch.zeros(0, dtype=torch.int32)}, "tokens"),
+        ({"tokens": torch.full((19,), 512, dtype=torch.int32)}, "tokens"),
+        ({"tokens": torch.full((19,), -1, dtype=torch.int32)}, "tokens"),
+        ({"tokens": torch.zeros(19)}, "tokens"),
+        ({"tokens": torch.zeros(19, 1, dtype=torch.int32)}, "tokens"),
+        ({"layer.04.X": torch.zeros(19, 4, 255).bfloat16()}, "layer.04.X"),
+        ({"layer.04.X": torch.zeros(19, 4, 256)}, "layer.04.X"),
+        ({"layer.04.attn_in": torch.zeros(18, 256).bfloat16()}, "layer.04.attn_in"),
+        ({"layer.04.topk": torch.full((19, 8), 9, dtype=torch.int32)}, "layer.04.topk"),
+        ({"layer.04.topk": torch.full((19, 8), -2, dtype=torch.int32)}, "layer.04.topk"),
+        ({"layer.04.topk": torch.full((19, 17), -1, dtype=torch.int32)}, "layer.04.topk"),
+        ({"layer.06.candidate_mask": torch.zeros(19, 20, dtype=torch.uint8)}, "layer.06.candidate_mask"),
+        ({"decode_tokens": torch.full((3,), 600, dtype=torch.int32)}, "decode_tokens"),
+    ],
+)
+def test_bad_files_are_refused(dump: dict[str, Tensor], tmp_path: Path, change: dict[str, Tensor], named: str) -> None:
+    save_file({**dump, **change}, tmp_path / "bad.safetensors")
+    with pytest.raises(VectorsError) as error:
+        read_vectors(tmp_path / "bad.safetensors", TINY)
+    assert error.value.where.startswith(named)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "text.safetensors").write_text("not tensors")
+    for path in (tmp_path / "text.safetensors", tmp_path / "missing.safetensors", tmp_path):
+        with pytest.raises(VectorsError):
+            read_vectors(path, TINY)
+
+
+class TestCommand:
+    def test_verdicts_and_exit_codes(
+        self, dump: dict[str, Tensor], tiny_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        vectors, out = tmp_path / "dump.safetensors", tmp_path / "report.json"
+        arguments = ["conform", "--checkpoint", str(tiny_directory), "--vectors", str(vectors), "--json", str(out)]
+        save_file(dump, vectors)
+        assert main(arguments) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith("PASS")
+        assert json.loads(out.read_text())["passed"] is True
+
+        save_file({**dump, "layer.05.moe_out": _changed(dump["layer.05.moe_out"])}, vectors)
+        assert main(arguments) == 1
+        assert "first: layer-local layer.05.moe_out (1 of" in capsys.readouterr().out.splitlines()[-1]
+        body = json.loads(out.read_text())
+        assert body["passed"] is False
+        first = next(report for report in body["reports"] if not report["passed"])
+        assert (first["key"], first["mismatches"], first["max_ulp"]) == ("layer.05.moe_out", 1, 1)
+
+        save_file({key: dump[key] for key in ("tokens", "logits", "layer.02.topk")}, vectors)
+        out.unlink()
+        assert main(arguments) == 2
+        assert "nothing to replay" in capsys.readouterr().err
+        assert not out.exists()
+
+    def test_unknown_tensors_are_listed(
+        self, dump: dict[str, Tensor], tiny_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        save_file({**dump, "layer.01.mystery": torch.zeros(1)}, tmp_path / "dump.safetensors")
+        vectors = str(tmp_path / "dump.safetensors")
+        assert main(["conform", "--checkpoint", str(tiny_directory), "--vectors", vectors]) == 0
+        assert "not compared: layer.01.mystery" in capsys.readouterr().out
+
+    def test_a_bad_bound(self, tiny_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--vectors", "none.safetensors", "--max-relative-l2", "1.5"]
+        assert main(["conform", "--checkpoint", str(tiny_directory), *options]) == 2
+        assert "--max-relative-l2" in capsys.readouterr().err
