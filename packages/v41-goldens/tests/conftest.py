@@ -117,9 +117,15 @@ def make_model() -> Callable[[ModelConfig, int], ModelWeights]:
 
 
 @pytest.fixture(scope="session")
-def tiny_weights(make_model: Callable[[ModelConfig, int], ModelWeights]) -> ModelWeights:
+def tiny_tensors() -> dict[str, Tensor]:
+    """The tensors of a checkpoint of TINY's structure."""
+    return dict(SyntheticTensors(7).model(TINY))
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(tiny_tensors: dict[str, Tensor]) -> ModelWeights:
     """A model of TINY's structure."""
-    return make_model(TINY, 7)
+    return ModelWeights.from_tensors(TINY, tiny_tensors)
 
 
 def _nearest_even(magnitude: Fraction, grid: Sequence[Fraction]) -> int:
