@@ -27,7 +27,7 @@ def raw(seed: int, name: str, count: int) -> np.ndarray:
 def normal(seed: int, name: str, *shape: int) -> np.ndarray:
     words = raw(seed, name, int(np.prod(shape)))
     lanes = sum(((words >> np.uint64(s)) & np.uint64(0xFFFF)).astype(np.int64) for s in (0, 16, 32, 48))
-    return ((lanes - 2 * 65535).astype(np.float64) / _LANE_STD).reshape(shape)
+    return np.asarray((lanes - 2 * 65535).astype(np.float64) / _LANE_STD).reshape(shape)
 
 
 def uniform(seed: int, name: str, low: float, high: float, count: int) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _as_stored(place: dict) -> dict:  # type: ignore[type-arg]
     from v41_loader.inventory import StoredTensor
 
     expected = expected_tensors(TINY)["embed.weight"]
-    (file, entry), = place.values()
+    ((file, entry),) = place.values()
     rule = replace(expected.rule, dtype="I8")
     return {"embed.weight": StoredTensor(replace(expected, shape=entry.shape, rule=rule), file, entry)}
 
@@ -190,6 +190,9 @@ def test_links_inside_an_allowed_root_work(tiny_checkpoint: Path, tmp_path: Path
         open_checkpoint(snapshot)
 
 
+assert FLASH.engram
+assert FLASH.drafting
+assert FLASH.vision
 ENGRAM = ModelConfig.model_validate(
     {f: getattr(TINY, f) for f in ModelConfig.model_fields}
     | {
@@ -203,7 +206,8 @@ ENGRAM = ModelConfig.model_validate(
 
 
 def test_an_engram_checkpoint_must_be_opened_knowingly(
-    write_headers: Callable[..., Path], tensors_of: Callable[..., dict]  # type: ignore[type-arg]
+    write_headers: Callable[..., Path],
+    tensors_of: Callable[..., dict],  # type: ignore[type-arg]
 ) -> None:
     directory = write_headers(ENGRAM, tensors_of(ENGRAM).values())
     with pytest.raises(EngramCheckpointError, match="without-engram"):

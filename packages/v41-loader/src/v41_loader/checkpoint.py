@@ -70,7 +70,7 @@ class Checkpoint:
             UnknownTensorError: no tensor of that name.
             ShardingError: a range outside the tensor.
             SourceChangedError: the file is not the one that was checked.
-            TensorReadError: its bytes cannot be read.
+            FileReadError: its bytes cannot be read.
             ScaleNanError: a scale among them is E8M0 code 255.
         """
         stored = self.inventory.tensors.get(name)

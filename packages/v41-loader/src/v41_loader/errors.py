@@ -104,8 +104,8 @@ class ScaleNanError(CheckpointError):
     """A block scale is E8M0 code 255, NaN."""
 
 
-class TensorReadError(CheckpointError):
-    """The bytes of a checked tensor could not be read."""
+class FileReadError(CheckpointError):
+    """A file cannot be opened, or the device fails to give its bytes."""
 
 
 class ShardingError(V41Error):

@@ -12,11 +12,11 @@ from pathlib import Path
 from v41_loader.errors import (
     CheckpointNotFoundError,
     DocumentTooLargeError,
+    FileReadError,
     LinkEscapeError,
     NotARegularFileError,
     ShardNameError,
     SourceChangedError,
-    TensorReadError,
 )
 from v41_loader.strict_json import MAX_DOCUMENT_BYTES
 
@@ -60,6 +60,7 @@ def open_source(directory: Path, name: str, allowed_root: Path | None = None) ->
         LinkEscapeError: a link that ends elsewhere.
         CheckpointNotFoundError: no such file.
         NotARegularFileError: a FIFO, device, socket or directory.
+        FileReadError: it cannot be opened.
     """
     if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
         raise ShardNameError(str(directory), name, "a plain file name")
@@ -73,7 +74,7 @@ def open_source(directory: Path, name: str, allowed_root: Path | None = None) ->
     except FileNotFoundError:
         raise CheckpointNotFoundError(str(directory), name, "a file of that name") from None
     except OSError as error:
-        raise TensorReadError(name, error.strerror, "a readable file") from error
+        raise FileReadError(name, error.strerror, "a readable file") from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -107,13 +108,13 @@ def read_into(fd: int, source: SourceFile, begin: int, buffer: memoryview) -> No
 
     Raises:
         SourceChangedError: the file has become shorter.
-        TensorReadError: the device failed.
+        FileReadError: the device failed.
     """
     while buffer:
         try:
             count = os.preadv(fd, [buffer], begin)
         except OSError as error:
-            raise TensorReadError(f"{source.name} at byte {begin}", error.strerror, "readable bytes") from error
+            raise FileReadError(f"{source.name} at byte {begin}", error.strerror, "readable bytes") from error
         if not count:
             raise SourceChangedError(source.name, f"an end at byte {begin}", f"{source.nbytes} bytes")
         begin, buffer = begin + count, buffer[count:]

@@ -23,7 +23,7 @@ def read_range(
     range is copied out: a system call per row would cost more than the neighbours' bytes.
 
     Raises:
-        SourceChangedError, TensorReadError: as `read_into`.
+        SourceChangedError, FileReadError: as `read_into`.
     """
     rows = math.prod(entry.shape[:axis])
     row_bytes = entry.nbytes // rows
