@@ -19,12 +19,14 @@ _TABLE_ROWS = 1 << 15
 def rope_frequencies(config: ModelConfig, profile: RopeProfile) -> Tensor:
     """Angular frequencies of a profile, FP32 `[qk_rope_head_dim / 2]` (model.md section 7).
 
-    "swa" uses `rope_theta` as it is; "compressed" uses `compress_rope_theta` with YaRN. Every step is taken in FP32:
-    another order moves cosines at position 1048575 by up to 0.01.
+    "swa" uses `rope_theta` as it is; "compressed" uses `compress_rope_theta` with YaRN. Every step is rounded to
+    FP32: another order of them moves cosines at position 1048575 by up to 0.01.
     """
     dim = config.qk_rope_head_dim
     base = config.rope_theta if profile == "swa" else config.compress_rope_theta
-    frequencies = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    powers = torch.pow(float(base), exponents.to(torch.float64)).to(torch.float32)
+    frequencies = 1.0 / powers
     if profile == "swa":
         return frequencies
     yarn = config.rope_scaling
