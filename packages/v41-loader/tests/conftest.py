@@ -38,7 +38,7 @@ def damaged(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def reference_recipe() -> ModuleType:
     """The plain transcription of the synthetic recipe that stands beside the benchmarks."""
-    path = Path(__file__).parents[1] / "benchmarks" / "reference_recipe.py"
+    path = Path(__file__).parents[1] / "benchmarks" / "baselines" / "reference_recipe.py"
     spec = importlib.util.spec_from_file_location("reference_recipe", path)
     assert spec is not None
     assert spec.loader is not None

@@ -92,15 +92,16 @@ def test_fp4_puts_the_even_element_in_the_low_nibble() -> None:
 
 
 def test_fp8_scales_each_tile_alone() -> None:
-    values = np.full((64, 64), 1.0, np.float32)
-    values[5, 40] = 449.0  # above 448: the tile's scale doubles
-    values[40, 3] = 448.0  # exactly representable: scale 1
+    values = np.full((32, 1120), 1.0, np.float32)
+    values[5, 40] = 449.0  # above 448: the tile's scale is 2
+    values[31, 1100] = -448.0  # exactly representable: scale 1
     codes, scale = fp8_tiles(values)
-    assert scale.tolist() == [[127 - 8, 128], [127, 127 - 8]]  # 1 = 256 * 2^-8, since 512 * 2^-9 would pass 448
-    assert codes[5, 40] == torch.tensor(224.5).to(torch.float8_e4m3fn).view(torch.uint8).item()
+    assert scale.tolist() == [128 if tile == 1 else 127 if tile == 34 else 127 - 8 for tile in range(35)]
     decoded = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
-    assert decoded[40, 3] == 448.0
-    assert decoded[0, 0] == 256.0
+    assert decoded[5, 40] == 224.0  # 224.5 rounded to steps of 16
+    assert decoded[31, 1100] == -448.0
+    assert decoded[0, 40] == 0.5
+    assert decoded[0, 0] == decoded[31, 1087] == 256.0  # 1 = 256 * 2^-8, since 512 * 2^-9 would pass 448
 
 
 def test_an_all_zero_block_has_the_floor_scale() -> None:

@@ -18,6 +18,9 @@ Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
+_TILE_COLUMNS = 1024
+"""Columns of a 32-row band that are quantised at a time, so that the temporaries stay in the cache."""
+
 _SMALLEST_AMAX = np.float32(1e-10)
 _MANTISSA_BITS, _BIAS = 23, 127
 _EXPONENT_MASK = np.int32(0x7F80_0000)
@@ -85,15 +88,18 @@ def _scale(amax_bits: Int32s, form: SmallFloat) -> tuple[Bytes, Float32s]:
 
 
 def fp8_tiles(values: Float32s) -> tuple[Bytes, Bytes]:
-    """FP32 [N, K] to E4M3 codes [N, K] and E8M0 scales [N/32, K/32], one per 32 x 32 tile."""
-    n, k = values.shape
-    tiles = values.view(np.int32).reshape(n // MX_GROUP, MX_GROUP, k // MX_GROUP, MX_GROUP)
-    column_amax = np.max(values.view(np.int32).reshape(n // MX_GROUP, MX_GROUP, k) & _MAGNITUDE_MASK, axis=1)
-    scale, inverse = _scale(np.max(column_amax.reshape(n // MX_GROUP, k // MX_GROUP, MX_GROUP), axis=2), E4M3)
-    # One reciprocal per column keeps the inner loops long.
-    columns = np.repeat(inverse, MX_GROUP, axis=1)[:, None, :]
-    codes = small_float_codes(tiles.reshape(n // MX_GROUP, MX_GROUP, k), columns, E4M3)
-    return codes.reshape(n, k), scale
+    """FP32 [32, K] to E4M3 codes [32, K] and E8M0 scales [K/32], one per 32 x 32 tile."""
+    bits = values.view(np.int32)
+    codes = np.empty(values.shape, np.uint8)
+    scales = np.empty(values.shape[1] // MX_GROUP, np.uint8)
+    for left in range(0, values.shape[1], _TILE_COLUMNS):
+        block = bits[:, left : left + _TILE_COLUMNS]
+        column_amax = np.max(block & _MAGNITUDE_MASK, axis=0)
+        scale, inverse = _scale(np.max(column_amax.reshape(-1, MX_GROUP), axis=1), E4M3)
+        scales[left // MX_GROUP : left // MX_GROUP + len(scale)] = scale
+        # One reciprocal per column keeps the inner loops long.
+        codes[:, left : left + _TILE_COLUMNS] = small_float_codes(block, np.repeat(inverse, MX_GROUP), E4M3)
+    return codes, scales
 
 
 def fp4_groups(values: Float32s) -> tuple[Bytes, Bytes]:

@@ -93,22 +93,25 @@ def _mix_base(seed: int, name: str, count: int, how: MixBase) -> npt.NDArray[np.
 
 def _quantised_band(band: RowBand, seed: int, name: str, gain: float) -> tuple[StoredBytes, StoredBytes]:
     _, width = _extent(band.tensor)
-    quantise = fp4_groups if band.tensor.dtype == "I8" else fp8_tiles
+    count = band.stop - band.start
     words = WordStream(seed, name, band.start * width)
     columns = spread(WordStream(seed, name + "#cols").take(width))
-    rows = spread(WordStream(seed, name + "#rows", band.start).take(band.stop - band.start))[:, None]
+    rows = spread(WordStream(seed, name + "#rows", band.start).take(count))[:, None]
     std = gain / width**0.5
-    values = np.empty((MX_GROUP, width), np.float32)
     rows_per_block = max(1, BLOCK_ELEMENTS // width)
+    # A scale spans 32 rows of FP8, but stays inside one row of FP4.
+    quantise, rows_per_step = (fp4_groups, rows_per_block) if band.tensor.dtype == "I8" else (fp8_tiles, MX_GROUP)
+    buffer = np.empty((rows_per_step, width), np.float32)
     codes: list[StoredBytes] = []
     scales: list[StoredBytes] = []
-    for tile in range(0, band.stop - band.start, MX_GROUP):
-        for at in range(0, MX_GROUP, rows_per_block):
+    for step in range(0, count, rows_per_step):
+        values = buffer[: count - step]
+        for at in range(0, len(values), rows_per_block):
             block = values[at : at + rows_per_block]
             # The order of these products is the recipe's.
             w = normal(words.take(block.size)).reshape(block.shape)
             w *= std
-            w *= rows[tile + at : tile + at + len(block)]
+            w *= rows[step + at : step + at + len(block)]
             w *= columns
             block[:] = w
         for made, parts in zip(quantise(values), (codes, scales), strict=True):
