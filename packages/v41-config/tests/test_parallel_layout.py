@@ -159,3 +159,24 @@ def test_slabs_of_impossible_counts() -> None:
         layout.active_rows(8, 9, 0)
     with pytest.raises(LayoutError, match="active"):
         layout.active_rows(8, -1, 0)
+
+
+def test_requests_go_to_dp_groups_as_runs_of_neighbours() -> None:
+    layout = ParallelLayout(tp=2, dp=3)
+    assert [layout.request_range(7, group) for group in range(3)] == [range(3), range(3, 5), range(5, 7)]
+    assert [layout.request_range(2, group) for group in range(3)] == [range(1), range(1, 2), range(2, 2)]
+    assert [len(layout.request_range(0, group)) for group in range(3)] == [0, 0, 0]
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_every_request_has_one_group_and_groups_are_even(requests: int, dp: int) -> None:
+    parts = [ParallelLayout(1, dp).request_range(requests, group) for group in range(dp)]
+    assert [r for part in parts for r in part] == list(range(requests))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize(("requests", "group", "where"), [(-1, 0, "requests"), (3, 2, "dp_rank"), (3, -1, "dp_rank")])
+def test_request_ranges_that_cannot_be(requests: int, group: int, where: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        ParallelLayout(1, 2).request_range(requests, group)
+    assert caught.value.where == where

@@ -8,9 +8,13 @@ from v41_config.cache_abi import (
     SourceTokens,
     StoredRows,
     blocks_for_tokens,
+    blocks_spanned,
     cache_pools,
+    compressed_table,
+    rows_for_tokens,
     tokens_per_block,
 )
+from v41_config.cache_layout import AllocatedTensor, CacheLayout
 from v41_config.errors import ConfigError, LayoutError, MetadataError, V41Error
 from v41_config.forward_metadata import ForwardMetadata, build_forward_metadata
 from v41_config.layer_plan import AttentionMode, LayerConfig, RopeProfile
@@ -36,7 +40,9 @@ __all__ = [
     "PRESETS",
     "STATE_CAPACITY",
     "TINY",
+    "AllocatedTensor",
     "AttentionMode",
+    "CacheLayout",
     "CachePool",
     "CacheTensor",
     "ConfigError",
@@ -56,7 +62,10 @@ __all__ = [
     "V41Error",
     "VisionConfig",
     "blocks_for_tokens",
+    "blocks_spanned",
     "build_forward_metadata",
     "cache_pools",
+    "compressed_table",
+    "rows_for_tokens",
     "tokens_per_block",
 ]

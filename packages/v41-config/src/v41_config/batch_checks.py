@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from v41_config.cache_abi import BLOCK_ROWS
+from v41_config.cache_abi import BLOCK_ROWS, MAX_BLOCK
 from v41_config.errors import MetadataError
 from v41_config.model_config import INT32_MAX, ModelConfig
 
 _Array = npt.NDArray[Any]
-
-MAX_BLOCK = INT32_MAX // BLOCK_ROWS
-"""Largest physical block whose last row is still an INT32."""
 
 
 def _integers(name: str, values: object, ndim: int) -> _Array:

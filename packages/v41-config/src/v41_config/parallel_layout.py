@@ -84,6 +84,16 @@ class ParallelLayout:
             raise LayoutError("expert_id", expert_id, f"0 <= expert_id < {config.n_routed_experts}")
         return expert_id // (config.n_routed_experts // self.ep)
 
+    def request_range(self, requests: int, dp_rank: int) -> range:
+        """Requests of a DP group: runs of neighbours, sizes as equal as possible, the larger ones first."""
+        if requests < 0:
+            raise LayoutError("requests", requests, "at least 0")
+        if not 0 <= dp_rank < self.dp:
+            raise LayoutError("dp_rank", dp_rank, f"0 <= dp_rank < dp = {self.dp}")
+        each, larger = divmod(requests, self.dp)
+        start = dp_rank * each + min(dp_rank, larger)
+        return range(start, start + each + (dp_rank < larger))
+
     def slab_rows(self, capacity: int) -> int:
         """`T_local`: rows of every rank's token slab, `ceil(capacity / tp)`, whatever the active count."""
         if capacity < 0:
