@@ -85,10 +85,9 @@ class Checkpoint:
         data = read_range(fd, source, stored.entry, axis, start, stop)
         require_unchanged(fd, source)
         shape[axis] = stop - start
-        tensor = torch.from_numpy(data).view(TORCH_DTYPES[stored.expected.dtype]).reshape(shape)
-        if tensor.dtype == torch.float8_e8m0fnu:
-            _require_numbers(tensor, stored)
-        return tensor
+        if stored.expected.dtype == "F8_E8M0":
+            _require_numbers(data, stored, shape)
+        return torch.from_numpy(data).view(TORCH_DTYPES[stored.expected.dtype]).reshape(shape)
 
     def close(self) -> None:
         """Close the files."""
@@ -112,9 +111,8 @@ class Checkpoint:
         return self._descriptors[file]
 
 
-def _require_numbers(scale: torch.Tensor, stored: StoredTensor) -> None:
+def _require_numbers(codes: npt.NDArray[np.uint8], stored: StoredTensor, shape: list[int]) -> None:
     """Refuse NaN scales: one poisons a whole tile, and a reader that ignores NaN makes it 2^128."""
-    nan = scale.view(torch.uint8) == _E8M0_NAN
-    if bool(nan.any()):
-        at = nan.nonzero()[0].tolist()
+    if codes.max(initial=0) == _E8M0_NAN:
+        at = [int(index) for index in np.unravel_index(codes.argmax(), shape)]
         raise ScaleNanError(f"{stored.expected.name}{at} in {stored.file}", _E8M0_NAN, "an E8M0 code from 0 to 254")
