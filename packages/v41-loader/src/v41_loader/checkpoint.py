@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from v41_config.model_config import ModelConfig
