@@ -15,7 +15,7 @@ from v41_config.cache_abi import (
     tokens_per_block,
 )
 from v41_config.cache_layout import AllocatedTensor, CacheLayout
-from v41_config.errors import ConfigError, LayoutError, MetadataError, V41Error
+from v41_config.errors import ConfigError, LayoutError, MetadataError, SlabError, V41Error
 from v41_config.forward_metadata import ForwardMetadata, build_forward_metadata
 from v41_config.layer_plan import AttentionMode, LayerConfig, RopeProfile
 from v41_config.model_config import (
@@ -30,6 +30,7 @@ from v41_config.model_config import (
 )
 from v41_config.parallel_layout import ParallelLayout
 from v41_config.presets import FLASH, FLASH6, PRESETS, TINY
+from v41_config.token_mapping import PADDING_ID, GatheredRows, LocalRows, TokenMapping
 
 __all__ = [
     "BLOCK_ROWS",
@@ -37,6 +38,7 @@ __all__ = [
     "FLASH6",
     "FP4_CACHE_GROUP",
     "MX_GROUP",
+    "PADDING_ID",
     "PRESETS",
     "STATE_CAPACITY",
     "TINY",
@@ -49,16 +51,20 @@ __all__ = [
     "DraftingConfig",
     "EngramConfig",
     "ForwardMetadata",
+    "GatheredRows",
     "LayerConfig",
     "LayoutError",
+    "LocalRows",
     "MetadataError",
     "ModelConfig",
     "ParallelLayout",
     "QuantizationConfig",
     "RopeProfile",
     "RopeScaling",
+    "SlabError",
     "SourceTokens",
     "StoredRows",
+    "TokenMapping",
     "V41Error",
     "VisionConfig",
     "blocks_for_tokens",
