@@ -148,9 +148,10 @@ def test_bytes_follow_the_stated_rule() -> None:
 
     t = 4 * t_local
     for gather, scatter, reduce in LocalWorld(4).run(program):
-        assert gather == CollectiveRecord(
-            CollectiveKind.TOKEN_ALL_GATHER, Site("gather", 3), 2 * t_local * width, 2 * t * width
-        )
+        assert (gather.kind, gather.site) == (CollectiveKind.TOKEN_ALL_GATHER, Site("gather", 3))
+        assert (gather.sent, gather.received) == (((t_local, width),), ((t, width),))
+        assert (gather.bytes_sent, gather.bytes_received) == (2 * t_local * width, 2 * t * width)
+        assert (scatter.sent, scatter.received) == (((t, width),), ((t_local, width),))
         boundary = gather.bytes_sent + gather.bytes_received + scatter.bytes_sent + scatter.bytes_received
         assert boundary == width * (2 * t_local + 10 * t)
         assert reduce.bytes_sent + reduce.bytes_received == width * 20 * t

@@ -44,10 +44,15 @@ class Site:
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One call of one rank."""
+    """One call of one rank: what it published and what it got, as shapes and bytes.
+
+    ``received`` is the result's shape; of the partials that a sum reads, only ``bytes_received`` tells.
+    """
 
     kind: CollectiveKind
     site: Site
+    sent: tuple[tuple[int, ...], ...]
+    received: tuple[tuple[int, ...], ...]
     bytes_sent: int
     bytes_received: int
 

@@ -68,8 +68,15 @@ class Request:
 
     def next_tokens(self, count: int) -> list[int]:
         """The first ``count`` pending tokens."""
-        fed = self.stored - len(self.prompt)
-        return list(self.prompt[self.stored : self.stored + count]) if fed < 0 else self.generated[fed : fed + count]
+        return self._tokens(self.stored, self.stored + count)
+
+    def tokens_before(self, count: int) -> list[int]:
+        """The last ``count`` stored tokens: after a step, those it has run."""
+        return self._tokens(self.stored - count, self.stored)
+
+    def _tokens(self, start: int, stop: int) -> list[int]:
+        prompt = len(self.prompt)
+        return [*self.prompt[start:stop], *self.generated[max(0, start - prompt) : max(0, stop - prompt)]]
 
     @property
     def finished(self) -> bool:

@@ -62,6 +62,8 @@ class LocalWorld:
     def __init__(self, layout: ParallelLayout | int) -> None:
         self.layout = ParallelLayout(tp=layout, dp=1) if isinstance(layout, int) else layout
         self.communicators = [LocalCommunicator(self, rank) for rank in range(self.layout.world_size)]
+        self.current_rank: int | None = None
+        """The rank that is running, None outside of a run: for observers that all ranks share."""
         self._hub: greenlet | None = None
         self._waiting: dict[int, _Arrival] = {}
 
@@ -101,6 +103,7 @@ class LocalWorld:
             with torch.inference_mode():
                 while ready:
                     rank, value = ready.popleft()
+                    self.current_rank = rank
                     tasks[rank].switch(value)
                     if failures:
                         raise failures[0]
@@ -109,7 +112,7 @@ class LocalWorld:
             if self._waiting:
                 raise self._stuck(results)
         finally:
-            self._hub = None
+            self._hub = self.current_rank = None
             self._waiting.clear()
             for task in tasks:
                 if task:  # started and not finished: unwind it, so that its own cleanup runs
@@ -180,7 +183,7 @@ class LocalCommunicator:
             return (sum_in_rank_order([m.tensors[0][start : start + slab] for m in members]),)
 
         (result,) = self._tp_collective(CollectiveKind.TOKEN_REDUCE_SCATTER, partial, read, site)
-        self._record(CollectiveKind.TOKEN_REDUCE_SCATTER, site, (partial,), self.layout.tp * result.nbytes)
+        self._record(CollectiveKind.TOKEN_REDUCE_SCATTER, site, (partial,), (result,), members=self.layout.tp)
         return result
 
     def all_reduce(self, partial: Tensor, site: Site) -> Tensor:
@@ -190,7 +193,7 @@ class LocalCommunicator:
             return (sum_in_rank_order([m.tensors[0] for m in members]),)
 
         (result,) = self._tp_collective(CollectiveKind.ALL_REDUCE, partial, read, site)
-        self._record(CollectiveKind.ALL_REDUCE, site, (partial,), self.layout.tp * result.nbytes)
+        self._record(CollectiveKind.ALL_REDUCE, site, (partial,), (result,), members=self.layout.tp)
         return result
 
     def exchange_counts(self, send_counts: Tensor, site: Site) -> Tensor:
@@ -207,7 +210,7 @@ class LocalCommunicator:
         (received,) = self._world._meet(
             self.rank, _Arrival(kind, site, group, (send_counts,), shapes, send_counts=(), read=read)
         )
-        self._record(kind, site, (send_counts,), received.nbytes)
+        self._record(kind, site, (send_counts,), (received,))
         return received
 
     def exchange_rows(
@@ -236,7 +239,7 @@ class LocalCommunicator:
         shapes = tuple(tuple(c.shape[1:]) for c in columns)
         group = range(self.ep_size)
         received = self._world._meet(self.rank, _Arrival(kind, site, group, tuple(columns), shapes, sends, read))
-        self._record(kind, site, columns, sum(t.nbytes for t in received))
+        self._record(kind, site, columns, received)
         return received
 
     def _gather(self, kind: CollectiveKind, tensor: Tensor, dim: int, site: Site) -> Tensor:
@@ -244,7 +247,7 @@ class LocalCommunicator:
             return (torch.cat([m.tensors[0] for m in members], dim=dim),)
 
         (result,) = self._tp_collective(kind, tensor, read, site)
-        self._record(kind, site, (tensor,), result.nbytes)
+        self._record(kind, site, (tensor,), (result,))
         return result
 
     def _tp_collective(
@@ -259,8 +262,20 @@ class LocalCommunicator:
             self.rank, _Arrival(kind, site, group, (tensor,), (tuple(tensor.shape),), send_counts=(), read=read)
         )
 
-    def _record(self, kind: CollectiveKind, site: Site, sent: Sequence[Tensor], received: int) -> None:
-        self.log.add(CollectiveRecord(kind, site, sum(t.nbytes for t in sent), received))
+    def _record(
+        self, kind: CollectiveKind, site: Site, sent: Sequence[Tensor], received: Sequence[Tensor], members: int = 1
+    ) -> None:
+        """Log a call; a sum reads a tensor of the result's size from each of ``members``."""
+        self.log.add(
+            CollectiveRecord(
+                kind=kind,
+                site=site,
+                sent=tuple(tuple(t.shape) for t in sent),
+                received=tuple(tuple(t.shape) for t in received),
+                bytes_sent=sum(t.nbytes for t in sent),
+                bytes_received=members * sum(t.nbytes for t in received),
+            )
+        )
 
     @staticmethod
     def _require_fp32(partial: Tensor, site: Site) -> None:
