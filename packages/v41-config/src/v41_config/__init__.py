@@ -15,7 +15,7 @@ from v41_config.cache_abi import (
     tokens_per_block,
 )
 from v41_config.cache_layout import AllocatedTensor, CacheLayout
-from v41_config.errors import ConfigError, LayoutError, MetadataError, SlabError, V41Error
+from v41_config.errors import CapacityError, ConfigError, LayoutError, MetadataError, OperatorError, SlabError, V41Error
 from v41_config.forward_metadata import ForwardMetadata, build_forward_metadata
 from v41_config.layer_plan import AttentionMode, LayerConfig, RopeProfile
 from v41_config.model_config import (
@@ -28,6 +28,8 @@ from v41_config.model_config import (
     RopeScaling,
     VisionConfig,
 )
+from v41_config.operator_spec import BoundOperator, ConstantSpec, CountSpec, OperatorSpec, TensorSpec
+from v41_config.operator_tables import find_operator, operators
 from v41_config.parallel_layout import ParallelLayout
 from v41_config.presets import FLASH, FLASH6, PRESETS, TINY
 from v41_config.token_mapping import PADDING_ID, GatheredRows, LocalRows, TokenMapping
@@ -44,10 +46,14 @@ __all__ = [
     "TINY",
     "AllocatedTensor",
     "AttentionMode",
+    "BoundOperator",
     "CacheLayout",
     "CachePool",
     "CacheTensor",
+    "CapacityError",
     "ConfigError",
+    "ConstantSpec",
+    "CountSpec",
     "DraftingConfig",
     "EngramConfig",
     "ForwardMetadata",
@@ -57,6 +63,8 @@ __all__ = [
     "LocalRows",
     "MetadataError",
     "ModelConfig",
+    "OperatorError",
+    "OperatorSpec",
     "ParallelLayout",
     "QuantizationConfig",
     "RopeProfile",
@@ -64,6 +72,7 @@ __all__ = [
     "SlabError",
     "SourceTokens",
     "StoredRows",
+    "TensorSpec",
     "TokenMapping",
     "V41Error",
     "VisionConfig",
@@ -72,6 +81,8 @@ __all__ = [
     "build_forward_metadata",
     "cache_pools",
     "compressed_table",
+    "find_operator",
+    "operators",
     "rows_for_tokens",
     "tokens_per_block",
 ]
