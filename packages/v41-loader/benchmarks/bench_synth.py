@@ -9,6 +9,7 @@ torch and NumPy as anyone would; the package's side is what `synthesize_checkpoi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,16 +20,17 @@ import torch
 from baselines.reference_recipe import Made, recipes
 
 from v41_config import FLASH6
-from v41_loader import expected_tensor
+from v41_loader import ExpectedTensor, expected_tensor, expected_tensors
 from v41_loader.synth.row_bands import RowBand, make_band, row_bands
 
 SEED = 51
 TENSORS = {
-    "FP4 expert": "layers.0.ffn.experts.0.w1.weight",
-    "FP8 linear": "layers.0.attn.wq_a.weight",
-    "BF16 embedding": "embed.weight",
-    "FP32 mixes": "layers.0.hc_ffn_fn",
+    "I8": ("FP4 expert", "layers.0.ffn.experts.0.w1.weight"),
+    "F8_E4M3": ("FP8 linear", "layers.0.attn.wq_a.weight"),
+    "BF16": ("BF16 embedding", "embed.weight"),
+    "F32": ("FP32 mixes", "layers.0.hc_ffn_fn"),
 }
+"""One large tensor of each stored format."""
 
 
 def best(call: Callable[[], object], repeat: int) -> float:
@@ -45,6 +47,15 @@ def make_all(pool: ThreadPoolExecutor, bands: list[RowBand]) -> bytes:
     return b"".join(weight.tobytes() for weight, _ in made)
 
 
+def elements(tensor: ExpectedTensor) -> int:
+    """Logical elements: two in each byte of packed FP4."""
+    return math.prod(tensor.shape) * math.prod(tensor.rule.item_extents)
+
+
+def print_row(kind: str, count: int, plain: float, ours: float) -> None:
+    print(f"{kind:<16}{count:>14,}{plain:>10.1f}{ours:>12.1f}{plain / ours:>8.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -53,19 +64,24 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     plain = dict(recipes(FLASH6, SEED))
     print(f"{arguments.threads} threads, best of {arguments.repeat}; ns per element")
-    print(f"{'tensor':<16}{'elements':>12}{'plain':>10}{'v41-loader':>12}{'ratio':>8}")
+    print(f"{'tensor':<16}{'elements':>14}{'plain':>10}{'v41-loader':>12}{'ratio':>8}")
     with ThreadPoolExecutor(arguments.threads) as pool:
-        for kind, name in TENSORS.items():
+        whole = [0.0, 0.0]
+        for dtype, (kind, name) in TENSORS.items():
             tensor = expected_tensor(FLASH6, name)
-            quantised = tensor.dtype in ("I8", "F8_E4M3")
+            quantised = dtype in ("I8", "F8_E4M3")
             transcription = plain[name.removesuffix(".weight") if quantised else name]
             ours = partial(make_all, pool, list(row_bands(tensor)))
             made: Made = transcription()
             if ours() != made[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes():
                 raise SystemExit(f"{name}: the two sides differ")
-            elements = made[name].numel() * (2 if tensor.dtype == "I8" else 1)
-            times = [best(call, arguments.repeat) / elements * 1e9 for call in (transcription, ours)]
-            print(f"{kind:<16}{elements:>12,}{times[0]:>10.1f}{times[1]:>12.1f}{times[0] / times[1]:>8.1f}")
+            times = [best(call, arguments.repeat) / elements(tensor) * 1e9 for call in (transcription, ours)]
+            print_row(kind, elements(tensor), *times)
+            of_this_format = sum(elements(t) for t in expected_tensors(FLASH6).values() if t.dtype == dtype)
+            whole = [seconds + of_this_format * ns / 1e9 for seconds, ns in zip(whole, times, strict=True)]
+    count = sum(elements(t) for t in expected_tensors(FLASH6).values() if t.dtype in TENSORS)
+    print_row("FLASH6, so", count, *(seconds / count * 1e9 for seconds in whole))
+    print(f"all of FLASH6 at these rates: {whole[0]:.0f} s and {whole[1]:.0f} s")
 
 
 if __name__ == "__main__":

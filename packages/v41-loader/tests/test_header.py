@@ -14,7 +14,9 @@ from v41_loader.header import encode_header, read_header
 from v41_loader.source_files import open_source
 from v41_loader.torch_dtypes import TORCH_DTYPES
 
-names = st.text("abcdefghijklmnopqrstuvwxyz_.0123456789é∑", min_size=1, max_size=12)
+names = st.text("abcdefghijklmnopqrstuvwxyz_.0123456789é∑", min_size=1, max_size=12).filter(
+    lambda name: name != "__metadata__"  # the format's own key
+)
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 contents = st.dictionaries(names, st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), shapes), min_size=1, max_size=12)
 

@@ -101,8 +101,8 @@ def read_header(fd: int, source: SourceFile) -> Mapping[str, TensorEntry]:
         if entry.begin != end:
             raise TensorOffsetsError(f"{entry.name} in {where}", entry.begin - data, f"data from byte {end - data} on")
         end = entry.end
-    if end > source.nbytes:
-        raise TruncatedFileError(where, f"{source.nbytes} bytes", f"{end} bytes by its header")
+        if end > source.nbytes:
+            raise TruncatedFileError(f"{entry.name} in {where}", f"{source.nbytes} bytes", f"data up to byte {end}")
     if end < source.nbytes:
         raise TrailingBytesError(where, f"{source.nbytes} bytes", f"{end} bytes by its header")
     return {entry.name: entry for entry in entries}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from v41_loader.errors import AmbiguousCheckpointError, CheckpointNotFoundError, IndexSchemaError
-from v41_loader.source_files import read_document, source_exists
+from v41_loader.source_files import read_document, require_plain_name, source_exists
 from v41_loader.strict_json import parse_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -21,9 +21,9 @@ def shard_file(shard: int, shards: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """Which files hold the tensors. A single-file checkpoint has no weight map."""
+    """Which files hold the tensors, each with one of them. A single-file checkpoint has no weight map."""
 
-    files: tuple[str, ...]
+    files: Mapping[str, str]
     weight_map: Mapping[str, str] | None = None
     total_size: int | None = None
 
@@ -35,12 +35,13 @@ def read_index(directory: Path, allowed_root: Path | None = None) -> CheckpointI
         CheckpointNotFoundError: neither is there.
         AmbiguousCheckpointError: both are.
         IndexSchemaError: the index has another form; and what reading strict JSON raises.
+        ShardNameError: it names a file by a path.
     """
     has_index, has_single = (source_exists(directory, name) for name in (INDEX_FILE, SINGLE_FILE))
     if has_index and has_single:
         raise AmbiguousCheckpointError(str(directory), [INDEX_FILE, SINGLE_FILE], "one of them")
     if has_single:
-        return CheckpointIndex((SINGLE_FILE,))
+        return CheckpointIndex({SINGLE_FILE: "all tensors"})
     if not has_index:
         raise CheckpointNotFoundError(str(directory), "neither", f"{INDEX_FILE} or {SINGLE_FILE}")
     document = parse_json_object(read_document(directory, INDEX_FILE, allowed_root), INDEX_FILE)
@@ -57,4 +58,6 @@ def read_index(directory: Path, allowed_root: Path | None = None) -> CheckpointI
     for name, file in weight_map.items():
         if not isinstance(file, str):
             raise IndexSchemaError(f"{INDEX_FILE}: {name}", file, "the name of a file")
-    return CheckpointIndex(tuple(sorted(set(weight_map.values()))), weight_map, total_size)
+        require_plain_name(file, f"{INDEX_FILE}: {name}")
+    first_tensors = {file: name for name, file in reversed(weight_map.items())}
+    return CheckpointIndex(dict(sorted(first_tensors.items())), weight_map, total_size)

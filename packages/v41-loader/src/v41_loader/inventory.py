@@ -105,8 +105,8 @@ def read_inventory(
     index = read_index(directory, root)
     files: dict[str, SourceFile] = {}
     place: dict[str, tuple[str, TensorEntry]] = {}
-    for file in index.files:
-        with open_source(directory, file, root) as (fd, source):
+    for file, first_tensor in index.files.items():
+        with open_source(directory, file, root, wanted_for=first_tensor) as (fd, source):
             files[file] = source
             for name, entry in read_header(fd, source).items():
                 if name in place:

@@ -49,11 +49,20 @@ def source_exists(directory: Path, name: str) -> bool:
     return os.path.lexists(directory / name)
 
 
+def require_plain_name(name: str, where: str) -> None:
+    """Raise `ShardNameError` unless a name is that of a file in a directory, without any path."""
+    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+        raise ShardNameError(where, name, "a plain file name")
+
+
 @contextmanager
-def open_source(directory: Path, name: str, allowed_root: Path | None = None) -> Iterator[tuple[int, SourceFile]]:
+def open_source(
+    directory: Path, name: str, allowed_root: Path | None = None, wanted_for: str = "the checkpoint"
+) -> Iterator[tuple[int, SourceFile]]:
     """Open `name` in a checkpoint directory for reading: its file descriptor and description.
 
     Links are followed as long as they end in the directory, or in `allowed_root` (a Hugging Face cache, say).
+    `wanted_for` tells in an error what is missing with the file.
 
     Raises:
         ShardNameError: not a plain file name.
@@ -62,8 +71,7 @@ def open_source(directory: Path, name: str, allowed_root: Path | None = None) ->
         NotARegularFileError: a FIFO, device, socket or directory.
         FileReadError: it cannot be opened.
     """
-    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise ShardNameError(str(directory), name, "a plain file name")
+    require_plain_name(name, str(directory))
     path = Path(os.path.realpath(directory / name))
     roots = [Path(os.path.realpath(root)) for root in (directory, allowed_root) if root is not None]
     if not any(path.is_relative_to(root) for root in roots):
@@ -72,7 +80,7 @@ def open_source(directory: Path, name: str, allowed_root: Path | None = None) ->
         # O_NONBLOCK: a FIFO without a writer must not hang. O_NOFOLLOW: no link may appear after it was resolved.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(str(directory), name, "a file of that name") from None
+        raise CheckpointNotFoundError(f"{name} in {directory}", "no file", f"a file, for {wanted_for}") from None
     except OSError as error:
         raise FileReadError(name, error.strerror, "a readable file") from error
     try:

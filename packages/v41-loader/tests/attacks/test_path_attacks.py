@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -58,6 +59,7 @@ def test_a_shard_name_with_a_path_in_it(damaged: Path, name: str) -> None:
     with pytest.raises(ShardNameError) as caught:
         open_checkpoint(damaged)
     assert caught.value.found == name
+    assert re.fullmatch(rf"{re.escape(INDEX_FILE)}: layers\.\d\..+", caught.value.where)
 
 
 @pytest.mark.parametrize("file", [SHARD, INDEX_FILE, "config.json"])

@@ -172,7 +172,8 @@ def test_the_index_names_a_file_that_is_not_there(write_headers: WriteHeaders, t
     weight_map = index_of(tensors, **{"norm.weight": "shard-7.safetensors"})
     with pytest.raises(CheckpointNotFoundError) as caught:
         open_checkpoint(write_headers(SMALL, tensors.values(), weight_map=weight_map))
-    assert caught.value.found == "shard-7.safetensors"
+    assert caught.value.where.startswith("shard-7.safetensors in ")
+    assert caught.value.expected == "a file, for norm.weight"
 
 
 def test_a_total_size_that_is_not_the_sum(damaged: Path) -> None:
