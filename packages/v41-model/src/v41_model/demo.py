@@ -22,7 +22,7 @@ from v41_loader import Checkpoint, open_checkpoint, synthesize_checkpoint
 from v41_model.collective_log import CollectiveKind
 from v41_model.generation import GroupStep, Request, admit, advance
 from v41_model.golden_twin import GoldenTwin
-from v41_model.layout_table import OperatorTrace, format_layout_table, layout_rows
+from v41_model.layout_table import LayoutRow, OperatorTrace, format_layout_table, layout_rows
 from v41_model.operators import Operators
 from v41_model.session import ModelSession
 
@@ -42,7 +42,7 @@ def main() -> int:
         synthesize_checkpoint(TINY, SEED, directory)
         print(f"checkpoint: TINY, seed {SEED}, released format, {time.perf_counter() - started:.1f} s")
         with open_checkpoint(directory) as checkpoint:
-            failures = [*_layout_example(checkpoint), *_generation(checkpoint)]
+            failures = [*layout_example(checkpoint), *generation(checkpoint)]
     elapsed = f"{time.perf_counter() - started:.0f} s"
     if failures:
         print(f"FAIL ({elapsed}): {failures[0]}" + (f", and {len(failures) - 1} more" if failures[1:] else ""))
@@ -51,36 +51,41 @@ def main() -> int:
     return 0
 
 
-def _example_requests(new_tokens: int) -> list[Request]:
+def example_requests(new_tokens: int) -> list[Request]:
     """Requests A to F; their 16 token ids are all different, so that a token can be recognised by its embedding."""
     ids = np.random.default_rng(SEED).choice(np.arange(3, TINY.vocab_size), LAYOUT.dp * sum(EXAMPLE_LENGTHS), False)
     prompts = np.split(ids, np.cumsum(EXAMPLE_LENGTHS * LAYOUT.dp)[:-1])
     return [Request(tuple(prompt.tolist()), new_tokens) for prompt in prompts]
 
 
-def _layout_example(checkpoint: Checkpoint) -> list[str]:
+def layout_example(checkpoint: Checkpoint) -> list[str]:
     """One prefill of the example: the table of one layer, and the two counts. What did not hold."""
     session = ModelSession.open(checkpoint, LAYOUT)
     trace = OperatorTrace(session.world)
     session.operators = trace.observe(Operators())
-    requests = _example_requests(new_tokens=1)
+    requests = example_requests(new_tokens=1)
     steps = advance(session, admit(session, requests), capture=True)
 
-    rank = SHOWN_RANK
-    captured = steps[LAYOUT.dp_rank(rank)].output.captures[LAYOUT.tp_rank(rank)].tensors
-    heads = {name: tuple(captured[f"layer.{SHOWN_LAYER:02d}.{name}"].shape) for name in ("q", "sparse_attn_out")}
-    log = session.world.communicators[rank].log
-    rows = layout_rows(trace.of_layer(rank, SHOWN_LAYER), log, SHOWN_LAYER, heads)
-    print(f"\nrank {rank}, layer {SHOWN_LAYER}, requests of {EXAMPLE_LENGTHS} tokens in each of {LAYOUT.dp} DP groups:")
+    log = session.world.communicators[SHOWN_RANK].log
+    rows = shown_rows(session, trace, steps)
+    print(f"\nrank {SHOWN_RANK}, layer {SHOWN_LAYER}; each DP group has requests of {EXAMPLE_LENGTHS} tokens:")
     print(format_layout_table(rows))
     shown = [row.collective for row in rows if row.collective is not None]
     hidden = [r for r in log.records if r.site.layer == SHOWN_LAYER and r not in shown]
     failures = [f"a collective that the table does not show: {record}" for record in hidden]
-    failures += _check_unique_tokens(steps, checkpoint.tensor("embed.weight"), requests)
-    return failures + _check_routes(trace, session)
+    failures += check_unique_tokens(steps, checkpoint.tensor("embed.weight"), requests)
+    return failures + check_routes(trace, session)
 
 
-def _check_unique_tokens(steps: Sequence[GroupStep], table: Tensor, requests: Sequence[Request]) -> list[str]:
+def shown_rows(session: ModelSession, trace: OperatorTrace, steps: Sequence[GroupStep]) -> list[LayoutRow]:
+    """The table's rows of the layer and rank it shows."""
+    rank = SHOWN_RANK
+    captured = steps[LAYOUT.dp_rank(rank)].output.captures[LAYOUT.tp_rank(rank)].tensors
+    heads = {name: tuple(captured[f"layer.{SHOWN_LAYER:02d}.{name}"].shape) for name in ("q", "sparse_attn_out")}
+    return layout_rows(trace.of_layer(rank, SHOWN_LAYER), session.world.communicators[rank].log, SHOWN_LAYER, heads)
+
+
+def check_unique_tokens(steps: Sequence[GroupStep], table: Tensor, requests: Sequence[Request]) -> list[str]:
     """Recognise every row that a rank starts with by its embedding: each token must be on exactly one rank."""
     expected = sorted(token for request in requests for token in request.prompt)
     found = []
@@ -95,7 +100,7 @@ def _check_unique_tokens(steps: Sequence[GroupStep], table: Tensor, requests: Se
     return [] if sorted(found) == expected else ["tokens are lost or doubled over the ranks"]
 
 
-def _check_routes(trace: OperatorTrace, session: ModelSession) -> list[str]:
+def check_routes(trace: OperatorTrace, session: ModelSession) -> list[str]:
     """In every layer the experts receive each token once per chosen expert, and the shared expert sees it once."""
     tokens = LAYOUT.dp * sum(EXAMPLE_LENGTHS)
     expected = tokens * TINY.num_experts_per_tok
@@ -117,15 +122,15 @@ def _check_routes(trace: OperatorTrace, session: ModelSession) -> list[str]:
     return [*failures, f"ranks {reduced} called an all-reduce"] if reduced else failures
 
 
-def _generation(checkpoint: Checkpoint) -> list[str]:
+def generation(checkpoint: Checkpoint) -> list[str]:
     """Generate from the example and a long prompt, each step beside the golden. What differed."""
     random = np.random.default_rng(SEED + 1)
     long_prompt = Request(
         (TINY.bos_token_id, *random.integers(3, TINY.vocab_size, LONG_PROMPT - 1).tolist()), NEW_TOKENS
     )
-    requests = [*_example_requests(NEW_TOKENS), long_prompt]
+    requests = [*example_requests(NEW_TOKENS), long_prompt]
     weights = ModelWeights.from_tensors(TINY, checkpoint.read(checkpoint.names))
-    session = ModelSession.open(checkpoint, LAYOUT)
+    session = ModelSession.open(checkpoint, LAYOUT, operators=Operators())
     groups = admit(session, requests)
     twin = GoldenTwin(TINY, LAYOUT, weights, requests)
     names = {id(request): name for request, name in zip(requests, "ABCDEFG", strict=True)}

@@ -38,8 +38,8 @@ class GoldenTwin:
     def step(self, steps: Sequence[GroupStep]) -> list[str]:
         """Run what the DP groups have just run (with capture); the names of tensors that are not bitwise equal.
 
-        Compared are the tokens chosen, the logits and, layer by layer in the order of computation, every captured tensor with a row per
-        token or per published entry: residual streams, pre-mixes, routes, selections, cache entries.
+        Compared are the tokens chosen, the logits and, layer by layer in the order of computation, every captured
+        tensor with a row per token or published entry: residual streams, pre-mixes, routes, selections, cache rows.
         """
         batch = [(self._number[id(r)], r.tokens_before(n)) for step in steps for r, n in step.planned]
         golden = Capture()

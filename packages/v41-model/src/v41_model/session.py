@@ -93,8 +93,12 @@ class ModelSession:
         """Cache memory for every rank, dropping what there was.
 
         ``blocks`` counts 128-row blocks per block table (:func:`v41_config.cache_pools` names them); ``max_tokens``
-        is the longest request, and with it the RoPE tables' capacity.
+        is the longest request, and with it the RoPE tables' capacity. A poisoned session is usable again.
+
+        Errors: :class:`SessionError` when the session is closed.
         """
+        if not self._ranks:
+            raise SessionError("ModelSession.allocate", "a closed session", "an open one")
         self._caches = {rank: PagedCaches.allocate(self.config, blocks) for rank in self._ranks}
         self._rope_tables = rope_tables(self.config, max_tokens)
         self._failure = None

@@ -1,0 +1,128 @@
+"""The loop around a session: spreading, chunks, stop ids, pages, and the same tokens in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from v41_config import TINY, ParallelLayout
+from v41_goldens.weights import ModelWeights
+from v41_loader import Checkpoint
+from v41_model.errors import RequestError, SessionError
+from v41_model.generation import Request, RequestGroup, admit, advance, generate, spread_contiguously
+from v41_model.greedy import greedy_tokens
+from v41_model.page_allocator import PageAllocator, blocks_for_requests
+from v41_model.session import ModelSession
+
+PROMPTS = [[0, 9, 8, 7, 6], [5], [0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def session(tiny_checkpoint: Checkpoint) -> ModelSession:
+    return ModelSession.open(tiny_checkpoint, ParallelLayout(2, 2))
+
+
+@given(requests=st.integers(0, 40), groups=st.integers(1, 8))
+def test_spread_is_contiguous_and_even(requests: int, groups: int) -> None:
+    parts = spread_contiguously(requests, groups)
+    assert [i for part in parts for i in part] == list(range(requests))
+    sizes = [len(part) for part in parts]
+    assert len(parts) == groups
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_tokens_do_not_depend_on_company_or_chunks(session: ModelSession) -> None:
+    together = generate(session, PROMPTS, 3)
+    assert together == [generate(session, [prompt], 3)[0] for prompt in PROMPTS]
+    assert together == generate(session, PROMPTS, 3, max_step_rows=4)
+    assert all(len(tokens) == 3 for tokens in together)
+
+
+def test_tokens_are_reported_as_they_come(session: ModelSession) -> None:
+    reported: list[tuple[int, int]] = []
+    generated = generate(session, PROMPTS, 2, on_token=lambda index, token: reported.append((index, token)))
+    assert [index for index, _ in reported] == [0, 1, 2, 0, 1, 2]
+    for index, tokens in enumerate(generated):
+        assert [token for i, token in reported if i == index] == tokens
+
+
+def test_a_stop_id_ends_only_its_request(session: ModelSession) -> None:
+    free = generate(session, PROMPTS[:2], 3)
+    stopped = generate(session, PROMPTS[:2], 3, stop_ids={free[0][0]})
+    assert stopped[0] == free[0][:1]
+    assert stopped[1] == free[1]
+
+
+def test_bad_requests_are_refused_before_anything_runs(session: ModelSession) -> None:
+    for prompts, pattern in (
+        ([[3], []], r"requests\[1\]: .*at least one token"),
+        ([[3, 512]], r"requests\[0\]\[1\]: .*found 512"),
+        ([[-1]], r"requests\[0\]\[0\]"),
+        ([[3] * 4090], "at most max_position_embeddings = 4096"),
+    ):
+        with pytest.raises(RequestError, match=pattern):
+            generate(session, prompts, 8)
+    with pytest.raises(RequestError, match="max_new_tokens"):
+        generate(session, [[3]], 0)
+
+
+def _group(*lengths: int, new_tokens: int = 2) -> RequestGroup:
+    blocks = blocks_for_requests(TINY, [n + new_tokens for n in lengths])
+    allocator = PageAllocator(TINY, blocks, len(lengths), max(lengths) + new_tokens)
+    return RequestGroup(TINY, allocator, [Request(tuple(range(n)), new_tokens) for n in lengths])
+
+
+def test_a_plan_fills_the_rows_in_order() -> None:
+    group = _group(5, 3, 9)
+    planned = group.plan(10)
+    assert [count for _, count in planned] == [5, 3, 2]
+    batch = group.batch(planned)
+    assert batch.token_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert batch.query_start_loc.tolist() == [0, 5, 8, 10]
+    new = group.commit(planned, [40, 41, 42])
+    assert [token for _, token in new] == [40, 41], "the third prompt is not complete: its logits are not a choice"
+    following = group.batch(group.plan(10))
+    assert following.token_ids.tolist() == [40, 41, 2, 3, 4, 5, 6, 7, 8]
+    assert following.kv_seq_lens.tolist() == [5, 3, 2]
+
+
+def test_finished_requests_return_their_pages() -> None:
+    group = _group(5, 300, new_tokens=1)
+    free = dict(group.allocator.free_blocks)
+    planned = group.plan()
+    group.batch(planned)
+    assert group.allocator.free_blocks != free
+    group.commit(planned, [1, 2])
+    assert group.running == []
+    states = {"c2a_state": 2}
+    assert group.allocator.free_blocks == {**free, **states}
+    assert len(group.batch(group.plan()).token_ids) == 0, "an idle group still has a batch"
+
+
+def test_window_pages_behind_the_window_are_lent_again(tiny_checkpoint: Checkpoint, tiny_weights: ModelWeights) -> None:
+    """A request that runs past a page and its window gives the first page back, and goes on as if it had not."""
+    session = ModelSession.open(tiny_checkpoint, ParallelLayout(1, 1))
+    prompt = np.random.default_rng(5).integers(3, 512, 143).tolist()
+    requests = [Request(tuple(prompt), 3)]
+    (group,) = admit(session, requests)
+    free = [group.allocator.free_blocks["window"]]
+    while group.running:
+        advance(session, [group])
+        free.append(group.allocator.free_blocks["window"])
+    assert free == [2, 1, 1, 2], "two pages after the prefill, one of them behind the window at once"
+    assert requests[0].generated == generate(session, [prompt], 3, max_step_rows=16)[0]
+
+
+def test_greedy_takes_the_lowest_of_equal_ids() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 1.0, 1.0], [-torch.inf, -5.0, -7.0]])
+    assert greedy_tokens(logits).tolist() == [1, 0, 1]
+    wide = torch.zeros(1, 130_000)
+    wide[0, [129_999, 70_001]] = 2.0
+    assert greedy_tokens(wide).tolist() == [70_001]
+    assert greedy_tokens(torch.zeros(0, 5)).tolist() == []
+    with pytest.raises(SessionError, match="NaN in row 1"):
+        greedy_tokens(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]))

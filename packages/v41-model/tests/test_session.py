@@ -1,0 +1,122 @@
+"""A session's contract: what it refuses, and that a failed step poisons it while a bad batch does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from v41_config import TINY, LayoutError, MetadataError, ParallelLayout, cache_pools
+from v41_loader import Checkpoint
+from v41_model.errors import RankError, RequestError, SessionError
+from v41_model.generation import Request, admit, advance
+from v41_model.local_world import LocalWorld
+from v41_model.operators import Operators
+from v41_model.session import ModelSession
+from v41_model.step_batch import StepBatch
+
+TP2 = ParallelLayout(2, 1)
+BLOCKS = {pool.block_table: 1 for pool in cache_pools(TINY)}
+
+
+@pytest.fixture
+def session(tiny_checkpoint: Checkpoint) -> ModelSession:
+    session = ModelSession.open(tiny_checkpoint, TP2)
+    session.allocate(BLOCKS, max_tokens=64)
+    return session
+
+
+def _batch(ids: list[int], stored: int = 0) -> StepBatch:
+    table = np.zeros((1, 1), dtype=np.int32)
+    return StepBatch(
+        token_ids=np.array(ids, dtype=np.int32),
+        query_start_loc=np.array([0, len(ids)]),
+        kv_seq_lens=np.array([stored]),
+        window_block_table=table,
+        compressed_block_tables={1: table, 2: table},
+        state_block_tables={2: table, 4: table},
+    )
+
+
+def test_a_step_gives_last_or_all_logits(session: ModelSession) -> None:
+    (last,) = session.step([_batch([3, 4, 5])])
+    (every,) = session.step([_batch([3, 4, 5])], all_logits=True)
+    assert last.logits.shape == (1, TINY.vocab_size)
+    assert every.logits.shape == (3, TINY.vocab_size)
+    assert torch.equal(last.logits, every.logits[2:])
+    assert torch.equal(last.last_logits, every.last_logits)
+    assert last.captures == ()
+
+
+def test_idle_groups_have_no_logits(session: ModelSession) -> None:
+    (output,) = session.step([StepBatch.idle(TINY)])
+    assert output.logits.shape == (0, TINY.vocab_size)
+    assert output.last_logits.shape == (0, TINY.vocab_size)
+
+
+def test_a_bad_batch_poisons_nothing(session: ModelSession) -> None:
+    with pytest.raises(RequestError, match=r"token id of row 1: .*found 512"):
+        session.step([_batch([3, 512])])
+    with pytest.raises(RequestError):
+        session.step([_batch([-1])])
+    with pytest.raises(MetadataError):
+        session.step([dataclasses.replace(_batch([3]), compressed_block_tables={})])
+    with pytest.raises(SessionError, match="2 batches"):
+        session.step([_batch([3]), _batch([4])])
+    with pytest.raises(RequestError, match="2 token ids"):
+        dataclasses.replace(_batch([3, 4]), query_start_loc=np.array([0, 1]))
+    session.step([_batch([3])])
+
+
+def test_a_failed_step_poisons_the_session(tiny_checkpoint: Checkpoint) -> None:
+    calls = 0
+
+    def failing(*arguments: object) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise ZeroDivisionError("in the fifth layer")
+        return Operators().combine(*arguments)  # type: ignore[arg-type]
+
+    session = ModelSession.open(tiny_checkpoint, TP2, operators=Operators().replace(combine=failing))
+    requests = [Request((3, 4, 5), 2)]
+    groups = admit(session, requests)
+    with pytest.raises(RankError, match="ZeroDivisionError: in the fifth layer"):
+        advance(session, groups)
+    assert (requests[0].stored, requests[0].generated) == (0, []), "lengths are committed after success only"
+    with pytest.raises(SessionError, match=r"in the fifth layer"):
+        advance(session, groups)
+    session.allocate(BLOCKS, 64)
+    session.step([_batch([3])])
+
+
+def test_sessions_without_caches_or_closed(tiny_checkpoint: Checkpoint) -> None:
+    session = ModelSession.open(tiny_checkpoint, TP2)
+    with pytest.raises(SessionError, match="a call of allocate first"):
+        session.step([_batch([3])])
+    session.close()
+    for use in (lambda: session.step([_batch([3])]), lambda: session.allocate(BLOCKS, 64)):
+        with pytest.raises(SessionError, match="closed"):
+            use()
+
+
+def test_layouts_that_do_not_divide_are_refused_before_loading(tiny_checkpoint: Checkpoint) -> None:
+    for layout in (ParallelLayout(8, 1), ParallelLayout(1, 32), ParallelLayout(3, 1)):
+        with pytest.raises(LayoutError):
+            ModelSession.open(tiny_checkpoint, layout)
+
+
+def test_every_rank_of_the_world_needs_a_model(tiny_checkpoint: Checkpoint) -> None:
+    session = ModelSession.open(tiny_checkpoint, TP2)
+    ranks = list(session._ranks.values())
+    with pytest.raises(SessionError, match="one model for each of ranks"):
+        ModelSession(ranks[:1], LocalWorld(TP2))
+
+
+def test_positions_past_the_allocated_length_are_refused(session: ModelSession) -> None:
+    """RoPE tables end where `allocate` said; nothing wraps around."""
+    with pytest.raises(RankError, match=r"position"):
+        session.step([_batch([3], stored=64)])
