@@ -6,6 +6,7 @@ made in one process hold for every layout.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ from v41_model.session import ModelSession
 LENGTHS = (97, 1, 64, 33, 17, 2)
 NOT_OF_A_FORWARD = {"tokens", "logits_last", "logits_torch_topk"}
 """Stored beside the forward: its input, a row of its logits, and the logits under another tie rule."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """TINY's operators are too small to share between threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(4, 2), ParallelLayout(2, 2)], ids=["tp4-dp2", "tp2-dp2"])

@@ -6,10 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from v41_config import TINY
 from v41_goldens.weights import ModelWeights
 from v41_loader import Checkpoint, open_checkpoint, synthesize_checkpoint
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """TINY's operators are too small to share: threads that wait for each other cost more than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

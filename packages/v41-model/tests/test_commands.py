@@ -58,7 +58,7 @@ def test_generate_prints_the_goldens_tokens_as_they_come(
     golden = [ReferenceEngine(TINY, tiny_weights).generate(0, prompt, 2) for prompt in PROMPTS]
     lines = [f"request {i}: {golden[i][step]}" for step in range(2) for i in range(3)]
     lines += [f"request {i} done: {a} {b}" for i, (a, b) in enumerate(golden)]
-    for layout in (["--tp", "4", "--dp", "2"], ["--tp", "2"], []):
+    for layout in (["--tp", "4", "--dp", "2"], ["--tp", "2", "--threads", "1"], []):
         assert main(["generate", *options, *layout]) == 0
         assert capsys.readouterr().out.splitlines() == lines
 
@@ -130,6 +130,7 @@ def test_one_line_and_exit_code_2(
         ({"--requests": str(tmp_path / "none.json")}, "none.json"),
         ({"--checkpoint": str(tmp_path / "none")}, "none"),
         ({"--tp": "3"}, "tp=3"),
+        ({"--threads": "0"}, "--threads: expected at least 1"),
         ({"--dp": "0"}, "dp: expected a size of at least 1"),
         ({"--decode": "-1"}, "decode: expected at least 0"),
         ({"--out": str(tmp_path)}, "the name of a file"),

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
+
 from v41_config import ParallelLayout
 from v41_loader import Checkpoint, open_checkpoint
+from v41_model.errors import RequestError
 from v41_model.session import ModelSession
 
 __all__ = ["Subparsers", "add_checkpoint_options", "add_layout_options", "opened_checkpoint", "opened_session"]
@@ -31,12 +34,15 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    """``--requests``, ``--tp`` and ``--dp``."""
+    """``--requests``, ``--tp``, ``--dp`` and ``--threads``."""
     parser.add_argument(
         "--requests", type=Path, required=True, metavar="FILE.json", help='{"requests": [[token ids], ...]}'
     )
     parser.add_argument("--tp", type=int, default=1, help="ranks that share attention (default 1)")
     parser.add_argument("--dp", type=int, default=1, help="groups that share the requests (default 1)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of an operator (default: torch's choice); 1 is best for TINY"
+    )
 
 
 @contextmanager
@@ -52,5 +58,9 @@ def opened_checkpoint(arguments: argparse.Namespace) -> Iterator[Checkpoint]:
 def opened_session(arguments: argparse.Namespace) -> Iterator[tuple[Checkpoint, ModelSession]]:
     """Checkpoint and session of the options, with all ranks in this process."""
     layout = ParallelLayout(arguments.tp, arguments.dp)
+    if arguments.threads is not None:
+        if arguments.threads < 1:
+            raise RequestError("--threads", arguments.threads, "at least 1")
+        torch.set_num_threads(arguments.threads)
     with opened_checkpoint(arguments) as checkpoint:
         yield checkpoint, ModelSession.open(checkpoint, layout)
