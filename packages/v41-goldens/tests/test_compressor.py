@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from v41_config import STATE_CAPACITY, TINY, ForwardMetadata, ModelConfig, build_forward_metadata
-from v41_goldens import LayerWeights, ReferenceEngine
+from v41_goldens import Capture, LayerWeights, ReferenceEngine, rope_tables
 from v41_goldens.attention_stages import publish_compressed
 from v41_goldens.compressor import CompressorRows, compress_ratio_1, compress_ratio_2, pool_pairs
 from v41_goldens.errors import WeightError
+from v41_goldens.indexer import index_keys
 from v41_goldens.judges import assert_equal_bits, unequal_bits
+from v41_goldens.quantisers import (
+    dequantize_compressed_kv,
+    dequantize_index,
+    quantize_compressed_kv,
+    quantize_index,
+)
+from v41_goldens.rope import apply_rope
 from v41_goldens.weights import CompressorWeights
 
 SOURCE = 2  # a KV source of ratio 2
@@ -184,16 +192,16 @@ def test_the_ring_holds_the_last_tokens(weights: CompressorWeights, stored: int,
 
 
 def test_a_disabled_request_writes_and_publishes_nothing(weights: CompressorWeights) -> None:
-    meta = metadata_of([0, 1], [4, 4], [-1, 2])
+    meta = metadata_of([0, 1], [4, 4], [-1, 1])
     state = torch.full((3, STATE_CAPACITY, 2 * TINY.head_dim), POISON)
-    state[2, 0] = 1.0
+    state[1, 0] = 1.0
     x = torch.cat([tokens_of(0, 4), tokens_of(1, 4)])
     out = compress_ratio_2(x, weights, CompressorRows.of(meta, SOURCE), state, TINY)
     assert meta.compressor_output_start_loc[SOURCE].tolist() == [0, 0, 2]
     assert out.shape == (2, TINY.head_dim)
     assert out.isfinite().all()
-    assert state[:2].isnan().all(), "with block -1, neither the last block nor any other is written"
-    assert state[2].isfinite().all()
+    assert state[1].isfinite().all()
+    assert state[[0, 2]].isnan().all(), "a block of -1 is not the last block"
 
 
 def test_a_step_without_tokens(weights: CompressorWeights) -> None:
@@ -219,6 +227,34 @@ def test_rows_are_published_where_a_group_closes(
             written = ~cache.scale.float().isnan().all(dim=-1).squeeze(-1)
             assert written[block].nonzero().flatten().tolist() == list(range((position + 1) // ratio))
             assert not written[1 - block].any()
+
+
+@pytest.mark.parametrize(("source", "ratio"), [(2, 2), (6, 1)])
+def test_what_is_published_is_rotated_at_the_first_position_of_its_group(
+    make_layer: Callable[[ModelConfig, int, int], LayerWeights], source: int, ratio: int
+) -> None:
+    """After an odd start: the KV of each latent, and the index key of the latent before it is rotated."""
+    engine = ReferenceEngine(TINY, None, 1, 32, fill_byte=0xFF)
+    attention, tables = make_layer(TINY, source, 1).attention, rope_tables(TINY, 64)["compressed"]
+    assert attention.index_keys is not None
+    for start, stop in ((0, 5), (5, PROMPT)):
+        ctx = engine.context([0], [stop - start], Capture())
+        publish_compressed(ctx, TINY.layer_config(source), attention, tokens_of(0)[start:stop])
+        assert ctx.capture is not None
+        latent, keys = (ctx.capture.tensors[f"layer.{source:02d}.{name}"] for name in ("compressed_latent", "index_k"))
+        entries = torch.arange(start // ratio, stop // ratio)
+        cos, sin = (table[entries * ratio] for table in tables)
+        stored = engine.caches.compressed[source].read(entries)
+        right = dequantize_compressed_kv(quantize_compressed_kv(apply_rope(latent, cos, sin)))
+        assert_equal_bits(stored, right, "compressed KV")
+        right = dequantize_index(quantize_index(index_keys(latent, attention.index_keys, cos, sin, TINY)))
+        assert_equal_bits(keys, right, "index keys, recorded")
+        assert_equal_bits(engine.caches.index_key[source].read(entries), right, "index keys")
+
+        after_rotation = index_keys(apply_rope(latent, cos, sin), attention.index_keys, cos, sin, TINY)
+        assert unequal_bits(dequantize_index(quantize_index(after_rotation)), keys).any(), "keys of rotated latents"
+        late = apply_rope(latent, *(table[entries * ratio + 1] for table in tables))
+        assert unequal_bits(dequantize_compressed_kv(quantize_compressed_kv(late)), stored).any(), "next position"
 
 
 @pytest.mark.parametrize(("start", "count", "groups"), [(5, 4, [4, 6]), (4, 3, [4]), (3, 3, [2, 4]), (7, 1, [6])])

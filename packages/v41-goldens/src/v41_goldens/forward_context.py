@@ -40,6 +40,8 @@ class ForwardContext:
 
     def record(self, layer: LayerConfig | None, name: str, tensor: Tensor) -> Tensor:
         """Record a tensor (of one layer, or of the model) and give back what the forward goes on with."""
+        if self.capture is None and not self.injected:
+            return tensor
         key = name if layer is None else layer_key(layer.layer_id, name)
         if self.capture is not None:
             self.capture.put(key, tensor)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 def _ordered_keys(scores: Tensor) -> Tensor:
     """INT64 keys, all different along the last dimension, in the order score ascending, then index descending."""
-    bits = (scores.float() + 0.0).contiguous().view(torch.int32).long()  # + 0.0 makes -0 equal +0
-    monotone = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    bits = scores.float().contiguous().view(torch.int32).long()
+    monotone = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # -0 becomes 0, as +0 is
     count = scores.shape[-1]
     return monotone * (1 << 31) + torch.arange(count - 1, -1, -1, device=scores.device)
 
