@@ -1,4 +1,5 @@
-"""Typed errors of the goldens: one per way in which an operator can be handed something it is not defined for."""
+"""Typed errors of the goldens: one per way in which an operator can be handed something it is not defined for, and
+one for results that a judge rejects."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from v41_config.errors import V41Error
 
 
 class GoldenError(V41Error):
-    """Base of the errors below; `where` names the operator and its operand."""
+    """Base of the errors below; `where` names what is wrong, usually an operator and its operand."""
 
 
 class OperandError(GoldenError):
@@ -23,3 +24,10 @@ class WeightError(GoldenError):
 
 class ExpertError(GoldenError):
     """A row is routed to an expert whose weights are not here."""
+
+
+class JudgementError(GoldenError, AssertionError):
+    """A judge rejects a result: `where` is its name, `found` the verdict with its statistics, `expected` the rule.
+
+    Also an `AssertionError`, so that a test runner counts a failed test and not a broken one.
+    """
