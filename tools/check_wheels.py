@@ -10,6 +10,7 @@ usage: check_wheels.py [DISTRIBUTION ...]
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -158,7 +159,8 @@ def check_alone(item: Built, built: Sequence[Built]) -> None:
         tests = unpack(item.sdist, directory)
         shutil.rmtree(tests / "src")  # the installed wheel is what is tested
         settings: list[str | Path] = ["-c", WORKSPACE / "pyproject.toml", "--rootdir", tests, "-p", "no:cacheprovider"]
-        run([python, "-m", "pytest", "-q", *settings, tests / "tests"], cwd=tests)
+        # CI=true: hypothesis takes its profile without time limits, as in the workspace's own conftest.py.
+        run([python, "-m", "pytest", "-q", *settings, tests / "tests"], cwd=tests, CI="true")
 
 
 def needs_torch(item: Built, built: Sequence[Built]) -> bool:
@@ -180,11 +182,12 @@ def the_one(items: Iterable[T]) -> T:
     return only
 
 
-def run(command: Sequence[str | Path], *, cwd: Path | None = None, quiet: bool = False) -> None:
+def run(command: Sequence[str | Path], *, cwd: Path | None = None, quiet: bool = False, **variables: str) -> None:
     """Run a command that must succeed; a quiet one shows what it printed only if it fails."""
     completed = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
+        env={**os.environ, **variables},
         check=False,
         stdout=subprocess.PIPE if quiet else None,
         stderr=subprocess.STDOUT if quiet else None,
