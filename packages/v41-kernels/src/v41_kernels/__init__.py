@@ -20,9 +20,10 @@ from v41_kernels.operator_spec import ConstantSpec, CountSpec, OperatorSpec, Ten
 from v41_kernels.pass_report import PassCheck
 from v41_kernels.pypto_install import PyptoInstall, find_pypto
 from v41_kernels.registry import OPERATORS, KernelOperator
-from v41_kernels.tiers import Tier
+from v41_kernels.tiers import CHECKED_PASSES, Tier
 
 __all__ = [
+    "CHECKED_PASSES",
     "OPERATORS",
     "CalculatorBuildError",
     "CanaryError",

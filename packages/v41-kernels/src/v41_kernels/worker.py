@@ -30,6 +30,7 @@ _MESSAGE_CHARACTERS = 800
 
 
 def main() -> int:
+    """Serves requests until standard input ends; the exit status is 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calculator", type=Path, required=True, help="the built interpreter library")
     parser.add_argument("--scratch", type=Path, required=True, help="directory for everything that pypto writes")

@@ -1,0 +1,9 @@
+"""A kernel that does not come to an end."""
+
+import time
+from collections.abc import Callable
+
+
+def make_entry(*, N: int) -> Callable[..., None]:
+    time.sleep(3600)
+    raise AssertionError(f"woke up, N = {N}")
