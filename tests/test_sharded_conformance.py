@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from v41_config import ParallelLayout
 from v41_loader import open_checkpoint
 from v41_model.forward_file import forward_tensors
+from v41_model.golden_twin import same_bits
 from v41_model.session import ModelSession
 
 LENGTHS = (97, 1, 64, 33, 17, 2)
@@ -41,7 +42,7 @@ def test_ragged_prefills_equal_the_vectors(vectors: Path, tiny_checkpoint: Path,
     computed = forward_tensors(session, [file["tokens"].tolist() for file in stored], layers=True)
     for index, file in enumerate(stored):
         own = {key: computed[f"request.{index}.{key}"] for key in file.keys() - NOT_OF_A_FORWARD}
-        different = [key for key, tensor in own.items() if not _equal(tensor, file[key])]
+        different = [key for key, tensor in own.items() if not same_bits(tensor, file[key])]
         assert different == [], f"prefill of {LENGTHS[index]} tokens"
         assert torch.equal(own["logits"][-1], file["logits_last"])
     assert len(stored[0]) > 200, "the full capture was compared"
@@ -56,9 +57,3 @@ def test_decode_equals_the_vectors(vectors: Path, tiny_checkpoint: Path) -> None
     computed = forward_tensors(session, [stored["tokens"].tolist()], decode=steps)
     assert computed["request.0.decode_tokens"].tolist() == stored["decode_tokens"].tolist()
     assert torch.equal(computed["request.0.decode_logits"], stored["logits"])
-
-
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return False
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))

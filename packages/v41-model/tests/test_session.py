@@ -13,6 +13,7 @@ from v41_config import TINY, LayoutError, MetadataError, ParallelLayout, cache_p
 from v41_loader import Checkpoint
 from v41_model.errors import RankError, RequestError, SessionError
 from v41_model.generation import Request, admit, advance
+from v41_model.layer_capture import merge_captures
 from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
 from v41_model.session import ModelSession
@@ -51,6 +52,17 @@ def test_a_step_gives_last_or_all_logits(session: ModelSession) -> None:
     assert last.captures == ()
 
 
+@pytest.mark.parametrize("capacity", [3, 4, 5, 11])
+def test_reserved_rows_change_nothing(session: ModelSession, capacity: int) -> None:
+    """Larger slabs move tokens to other ranks and leave some with padding only."""
+    (compact,) = session.step([_batch([3, 4, 5])], all_logits=True, capture=True)
+    (reserved,) = session.step([_batch([3, 4, 5])], capacity=capacity, all_logits=True, capture=True)
+    assert torch.equal(compact.logits, reserved.logits)
+    assert torch.equal(*(merge_captures(o.captures)["layer.09.X"] for o in (compact, reserved)))
+    rows = [len(c.tensors["embed_out"]) for c in reserved.captures]
+    assert rows == [min(3, -(-capacity // 2)), 3 - min(3, -(-capacity // 2))]
+
+
 def test_idle_groups_have_no_logits(session: ModelSession) -> None:
     (output,) = session.step([StepBatch.idle(TINY)])
     assert output.logits.shape == (0, TINY.vocab_size)
@@ -66,6 +78,8 @@ def test_a_bad_batch_poisons_nothing(session: ModelSession) -> None:
         session.step([dataclasses.replace(_batch([3]), compressed_block_tables={})])
     with pytest.raises(SessionError, match="2 batches"):
         session.step([_batch([3]), _batch([4])])
+    with pytest.raises(SessionError, match="capacity 1"):
+        session.step([_batch([3, 4])], capacity=1)
     with pytest.raises(RequestError, match="2 token ids"):
         dataclasses.replace(_batch([3, 4]), query_start_loc=np.array([0, 1]))
     session.step([_batch([3])])

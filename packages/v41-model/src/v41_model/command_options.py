@@ -13,7 +13,7 @@ import torch
 
 from v41_config import ParallelLayout
 from v41_loader import Checkpoint, open_checkpoint
-from v41_model.errors import RequestError
+from v41_model.errors import OptionError
 from v41_model.session import ModelSession
 
 __all__ = ["Subparsers", "add_checkpoint_options", "add_layout_options", "opened_checkpoint", "opened_session"]
@@ -60,7 +60,7 @@ def opened_session(arguments: argparse.Namespace) -> Iterator[tuple[Checkpoint, 
     layout = ParallelLayout(arguments.tp, arguments.dp)
     if arguments.threads is not None:
         if arguments.threads < 1:
-            raise RequestError("--threads", arguments.threads, "at least 1")
+            raise OptionError("--threads", arguments.threads, "at least 1")
         torch.set_num_threads(arguments.threads)
     with opened_checkpoint(arguments) as checkpoint:
         yield checkpoint, ModelSession.open(checkpoint, layout)

@@ -19,7 +19,7 @@ from v41_model.generation import GroupStep, Request
 from v41_model.greedy import greedy_tokens
 from v41_model.layer_capture import COMPRESSOR_STATE, merge_captures
 
-__all__ = ["GoldenTwin"]
+__all__ = ["GoldenTwin", "same_bits"]
 
 _WIDTH_OF_THE_BATCH = ("index_score", "candidate_mask", "candidate_block_score", COMPRESSOR_STATE, "logits")
 """Captured tensors whose columns depend on the batch; selections and logits are compared instead."""
@@ -44,9 +44,9 @@ class GoldenTwin:
         batch = [(self._number[id(r)], r.tokens_before(n)) for step in steps for r, n in step.planned]
         golden = Capture()
         output = self._engine.step(batch, golden)
-        differences = [name for name, ours, theirs in self._pairs(steps, golden) if not _same_bits(ours, theirs)]
+        differences = [name for name, ours, theirs in self._pairs(steps, golden) if not same_bits(ours, theirs)]
         last = torch.tensor([len(tokens) for _, tokens in batch]).cumsum(0) - 1
-        if not _same_bits(torch.cat([step.output.last_logits for step in steps]), output.logits[last]):
+        if not same_bits(torch.cat([step.output.last_logits for step in steps]), output.logits[last]):
             differences.append("logits")
         planned = [request for step in steps for request, _ in step.planned]
         chosen = dict(zip(map(id, planned), greedy_tokens(output.logits[last]).tolist(), strict=True))
@@ -62,7 +62,7 @@ class GoldenTwin:
                 yield name, torch.cat([tensors[name] for tensors in merged]), theirs
 
 
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Equal in dtype, shape and bytes, so that -0 and 0 differ."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return False

@@ -104,17 +104,26 @@ class ModelSession:
         self._failure = None
 
     def step(
-        self, batches: Sequence[StepBatch], *, all_logits: bool = False, capture: bool = False
+        self,
+        batches: Sequence[StepBatch],
+        *,
+        capacity: int | None = None,
+        all_logits: bool = False,
+        capture: bool = False,
     ) -> list[GroupOutput]:
         """Run one step: a batch for every DP group, idle ones included (:meth:`StepBatch.idle`).
 
         Prefill, chunked prefill, decode and mixtures are the same call. Logits are those of each request's last row
-        in the step, or of every row with ``all_logits``.
+        in the step, or of every row with ``all_logits``. ``capacity`` reserves the slabs of that many rows per DP
+        group; by default slabs follow each group's own rows.
 
         Errors: :class:`SessionError` when the session is poisoned or has no caches; :class:`RequestError` and
         :class:`v41_config.MetadataError` for a batch that does not fit; :class:`WorldError` from the ranks.
         """
         tables = self._ready(batches)
+        longest = max(len(batch.token_ids) for batch in batches)
+        if capacity is not None and capacity < longest:
+            raise SessionError("ModelSession.step", f"capacity {capacity}", f"at least {longest}, the rows of a batch")
         lowered = [batch.lower(self.config) for batch in batches]
 
         def rank_program(communicator: Communicator) -> tuple[Tensor, Capture | None]:
@@ -127,6 +136,7 @@ class ModelSession:
                 self._caches[communicator.rank],
                 tables,
                 operators=self.operators,
+                capacity=capacity,
                 all_logits=all_logits,
                 capture=recorder,
             )
