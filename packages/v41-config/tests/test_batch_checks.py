@@ -26,7 +26,7 @@ def arguments() -> Arguments:
             1: [[10, 11, 12], [13, 14, -1], [15, -1, -1]],
             2: [[20, 21], [22, -1], [23, -1]],
         },
-        "state_block_tables": {2: [[0], [1], [2]], 4: [[4], [-1], [4]]},
+        "state_block_tables": {2: [[0], [1], [2]], 4: [[4], [-1], [6]]},
     }
 
 
@@ -57,6 +57,7 @@ def drop(*path: Any) -> Callable[[Arguments], None]:
 
 
 WINDOW, COMPRESSED, STATE = "window_block_table", "compressed_block_tables", "state_block_tables"
+RATIO_1, RATIO_2 = f"{COMPRESSED}[1] of KV source layers 6", f"{COMPRESSED}[2] of KV source layers 2, 4"
 
 BROKEN: list[tuple[Callable[[Arguments], None], str, str]] = [
     # lengths
@@ -97,15 +98,15 @@ BROKEN: list[tuple[Callable[[Arguments], None], str, str]] = [
     (drop(COMPRESSED, 2), COMPRESSED, "exactly the keys [1, 2]"),
     (put(COMPRESSED, 4, value=[[0], [0], [0]]), COMPRESSED, "exactly the keys [1, 2]"),
     (put(COMPRESSED, value={}), COMPRESSED, "exactly the keys [1, 2]"),
-    (drop(COMPRESSED, 1, 0), f"{COMPRESSED}[1]", "one row for each of 3 requests"),
-    (put(COMPRESSED, 1, value=[[10, 11], [13, 14], [15, -1]]), f"{COMPRESSED}[1], request 0", "3 pages for 302 rows"),
-    (put(COMPRESSED, 2, value=[[20], [22], [23]]), f"{COMPRESSED}[2], request 0", "2 pages for 151 rows"),
-    (put(COMPRESSED, 1, 0, 0, value=-1), f"{COMPRESSED}[1], request 0, logical page 0", "under a live position"),
-    (put(COMPRESSED, 2, 0, 1, value=-1), f"{COMPRESSED}[2], request 0, logical page 1", "under a live position"),
-    (put(COMPRESSED, 2, 1, 0, value=2**40), f"{COMPRESSED}[2], request 1, logical page 0", "at most 16777215"),
-    (put(COMPRESSED, 2, 1, 0, value=21), f"{COMPRESSED}[2], request 0, logical page 1", "no other live page uses"),
-    (put(COMPRESSED, 2, 1, 0, value=20), f"{COMPRESSED}[2], request 1, logical page 0", "no other live page uses"),
-    (put(COMPRESSED, 1, 0, 1, value=12), f"{COMPRESSED}[1], request 0, logical page 2", "no other live page uses"),
+    (drop(COMPRESSED, 1, 0), f"{RATIO_1}", "one row for each of 3 requests"),
+    (put(COMPRESSED, 1, value=[[10, 11], [13, 14], [15, -1]]), f"{RATIO_1}, request 0", "3 pages for 302 rows"),
+    (put(COMPRESSED, 2, value=[[20], [22], [23]]), f"{RATIO_2}, request 0", "2 pages for 151 rows"),
+    (put(COMPRESSED, 1, 0, 0, value=-1), f"{RATIO_1}, request 0, logical page 0", "under a live position"),
+    (put(COMPRESSED, 2, 0, 1, value=-1), f"{RATIO_2}, request 0, logical page 1", "under a live position"),
+    (put(COMPRESSED, 2, 1, 0, value=2**40), f"{RATIO_2}, request 1, logical page 0", "at most 16777215"),
+    (put(COMPRESSED, 2, 1, 0, value=21), f"{RATIO_2}, request 0, logical page 1", "no other live page uses"),
+    (put(COMPRESSED, 2, 1, 0, value=20), f"{RATIO_2}, request 1, logical page 0", "no other live page uses"),
+    (put(COMPRESSED, 1, 0, 1, value=12), f"{RATIO_1}, request 0, logical page 2", "no other live page uses"),
     # state blocks
     (drop(STATE, 4), STATE, "exactly the keys [2, 4]"),
     (put(STATE, 6, value=[[0], [1], [2]]), STATE, "exactly the keys [2, 4]"),
@@ -115,6 +116,12 @@ BROKEN: list[tuple[Callable[[Arguments], None], str, str]] = [
     (put(STATE, 4, value=[0, 1, 2]), f"{STATE}[4]", "2 dimensions"),
     (put(STATE, 2, 1, value=[-3]), f"{STATE}[2], request 1, logical page 0", "-1 or a block id"),
     (put(STATE, 2, 1, value=[0]), f"{STATE}[2], request 0", "no other live request uses"),
+    # what a request without rows will need again
+    (put(WINDOW, 2, 0, value=5), f"{WINDOW}, request 0, logical page 2", "no other live page uses"),
+    (put(COMPRESSED, 1, 2, 0, value=12), f"{RATIO_1}, request 0, logical page 2", "no other live page uses"),
+    (put(COMPRESSED, 2, 2, 0, value=22), f"{RATIO_2}, request 1, logical page 0", "no other live page uses"),
+    (put(STATE, 2, 2, value=[0]), f"{STATE}[2], request 0", "no other live request uses"),
+    (put(STATE, 4, 2, value=[4]), f"{STATE}[4], request 0", "no other live request uses"),
 ]  # fmt: skip
 
 
@@ -131,8 +138,7 @@ def test_each_broken_batch_is_named(change: Callable[[Arguments], None], where: 
 ALLOWED: list[tuple[str, Callable[[Arguments], None]]] = [
     ("a window page behind the window may still be there", put(WINDOW, 0, 0, value=9)),
     ("and may be another request's by now", put(WINDOW, 0, 0, value=7)),
-    ("a request without rows is not looked at", put(WINDOW, 2, 0, value=5)),
-    ("nor is its state block", put(STATE, 2, 2, value=[0])),
+    ("a page that a request without rows has not reached is not its own yet", put(WINDOW, 2, 1, value=5)),
     ("two disabled state blocks are no conflict", put(STATE, 4, 0, value=[-1])),
     ("full pages of a common prefix may be shared", put(COMPRESSED, 1, 0, 0, value=15)),
     ("state blocks of two sources may have one number", put(STATE, 4, 0, value=[0])),
@@ -159,7 +165,7 @@ def test_a_shared_page_is_refused_only_when_the_step_writes_it(stored: int, clos
         "state_block_tables": {2: [[0], [1]], 4: [[0], [1]]},
     }
     if closes:
-        with pytest.raises(MetadataError, match=r"compressed_block_tables\[2\], request 0, logical page 0"):
+        with pytest.raises(MetadataError, match=r"compressed_block_tables\[2\] of .* 2, 4, request 0, logical page 0"):
             build_forward_metadata(**prefix)
     else:
         assert build_forward_metadata(**prefix).compressed_slots[2].tolist() == [-1, -1]

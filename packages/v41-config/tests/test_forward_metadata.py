@@ -4,7 +4,7 @@ The contract: tokens are packed request by request. A token at absolute position
 row of p in the request's window table and sees the last `sliding_window` positions up to p. A source of ratio r
 closes a group at every r-th token: it publishes row p // r, which stands for r tokens, through the table of its
 ratio, rotated as the group's first position; a token sees the rows whose last token is not after it. A request whose
-compressor state block is -1 publishes nothing there.
+compressor state block is -1 has no row there: it publishes none and sees none, those of earlier steps included.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def lower_slowly(batch: Batch) -> dict[str, Any]:
 
     expected: dict[str, Any] = {
         "query_start_loc": starts,
+        "dp_group_start_loc": [0, len(new_lens)],
         "query_lens": batch.query_lens,
         "logit_row_indices": last_rows,
         "token_to_req_indices": [request for request, _ in packed],
@@ -105,7 +106,6 @@ def lower_slowly(batch: Batch) -> dict[str, Any]:
         "window_slots": [physical(batch.window_table, request, position) for request, position in packed],
         "window_indices": window_indices,
         "window_lens": window_lens,
-        "window_block_table": batch.window_table,
         "state_block_tables": batch.state_tables,
         "compressed_block_tables": {s: batch.ratio_tables[ratio] for s, ratio in kv_sources(config).items()},
     }
@@ -120,18 +120,17 @@ def lower_source_slowly(
     batch: Batch, source: int, ratio: int, packed: list[tuple[int, int]], new_lens: list[int]
 ) -> dict[str, list[int]]:
     table = batch.ratio_tables[ratio]
+    disabled = [ratio == 2 and batch.state_tables[source][request][0] == -1 for request in range(len(new_lens))]
     slots, rope, visible = [], [], []
     closing_rows, group_starts, outputs = [], [], [0] * len(new_lens)
     for row, (request, position) in enumerate(packed):
-        disabled = ratio == 2 and batch.state_tables[source][request][0] == -1
-        entries_before = [j for j in range(position + 1) if (j + 1) * ratio <= position + 1]
-        visible.append(len(entries_before))
-        if position % ratio == ratio - 1 and not disabled:
-            entry = entries_before[-1]
-            slots.append(table[request][entry // PAGE] * PAGE + entry % PAGE)
-            rope.append(entry * ratio)
+        entries = [j for j in range(position + 1) if (j + 1) * ratio <= position + 1 and not disabled[request]]
+        visible.append(len(entries))
+        if position % ratio == ratio - 1 and not disabled[request]:
+            slots.append(table[request][entries[-1] // PAGE] * PAGE + entries[-1] % PAGE)
+            rope.append(entries[-1] * ratio)
             closing_rows.append(row)
-            group_starts.append(entry * ratio)
+            group_starts.append(entries[-1] * ratio)
             outputs[request] += 1
         else:
             slots.append(-1)
@@ -139,8 +138,8 @@ def lower_source_slowly(
     return {
         "compressed_slots": slots,
         "index_slots": slots,
-        "compressed_seq_lens": [length // ratio for length in new_lens],
-        "compressed_seq_remainders": [length % ratio for length in new_lens],
+        "compressed_seq_lens": [0 if off else n // ratio for n, off in zip(new_lens, disabled, strict=True)],
+        "compressed_seq_remainders": [0 if off else n % ratio for n, off in zip(new_lens, disabled, strict=True)],
         "compressed_lens": visible,
         "compressor_output_start_loc": [sum(outputs[:i]) for i in range(len(outputs) + 1)],
         "compressor_source_token_indices": closing_rows,
@@ -189,16 +188,18 @@ def batches(draw: st.DrawFn) -> Batch:
     query_lens, stored = [rows for rows, _ in requests], [length for _, length in requests]
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
-    def table(stop_rows: list[int], first_live: list[int]) -> Table:
-        """Distinct blocks in any order under live rows; elsewhere, and where nothing runs, old block numbers or -1."""
+    def table(stop_rows: list[int], first_live: list[int], used: list[bool]) -> Table:
+        """Distinct blocks in any order under live rows (or -1, where nothing runs); elsewhere old block numbers."""
         columns = -(-max(stop_rows, default=0) // PAGE) + int(random.integers(0, 2))
         blocks = random.permutation(len(requests) * columns + 7)
         result = []
         for r in range(len(requests)):
             row = []
             for page in range(columns):
-                live = query_lens[r] and first_live[r] < (page + 1) * PAGE and page * PAGE < stop_rows[r]
+                live = used[r] and first_live[r] < (page + 1) * PAGE and page * PAGE < stop_rows[r]
                 block = blocks[r * columns + page] if live else random.choice([-1, int(random.integers(0, 9))])
+                if live and not query_lens[r] and random.random() < 0.3:
+                    block = -1
                 row.append(int(block))
             result.append(row)
         return result
@@ -211,12 +212,16 @@ def batches(draw: st.DrawFn) -> Batch:
             blocks = random.permutation(len(requests) + 3)
             blocks[random.random(len(blocks)) < 0.25] = -1
             state_tables[source] = [[int(blocks[r])] for r in range(len(requests))]
+    compresses = {
+        ratio: [ratio == 1 or any(table[r][0] >= 0 for table in state_tables.values()) for r in range(len(requests))]
+        for ratio in (1, 2)
+    }
     return Batch(
         config,
         query_lens,
         stored,
-        table(new_lens, behind_window),
-        {ratio: table([n // ratio for n in new_lens], [0] * len(requests)) for ratio in (1, 2)},
+        table(new_lens, behind_window, [True] * len(requests)),
+        {ratio: table([n // ratio for n in new_lens], [0] * len(requests), compresses[ratio]) for ratio in (1, 2)},
         state_tables,
     )
 
@@ -285,6 +290,7 @@ def test_start_5_length_4_ratio_2_rotates_as_4_and_6() -> None:
     assert metadata.compressed_rope_position_ids[4].tolist() == [4, -1, 6, -1, -1, -1]
     assert metadata.compressor_output_start_loc[4].tolist() == [0, 2, 2, 2]
     assert metadata.compressed_slots[4].tolist() == [4 * 128 + 2, -1, 4 * 128 + 3, -1, -1, -1]
+    assert metadata.compressed_lens[4].tolist() == [3, 3, 4, 4, 0, 0]
     # ratio 1 publishes every token
     assert metadata.compressed_rope_position_ids[6].tolist() == [5, 6, 7, 8, 0, 1]
     assert metadata.logit_row_indices.tolist() == [3, -1, 5]
@@ -369,7 +375,8 @@ def test_a_step_without_tokens(requests: int) -> None:
     assert metadata.state_block_tables[2].shape == (requests, 1)
     assert metadata.compressor_source_token_indices[2].shape == (0,)
     assert metadata.compressor_output_start_loc[6].tolist() == [0] * (requests + 1)
-    assert metadata.compressed_seq_lens[2].tolist() == [length // 2 for length in range(requests)]
+    assert metadata.compressed_seq_lens[6].tolist() == list(range(requests))
+    assert metadata.compressed_seq_lens[2].tolist() == [0] * requests  # no state block, no compressed rows
 
 
 def test_pages_need_no_columns_where_nothing_is_stored() -> None:
@@ -392,7 +399,7 @@ def test_arguments_are_neither_changed_nor_kept() -> None:
     table = np.array([[3]], dtype=np.int32)
     metadata = build_forward_metadata(TINY, [0, 1], [0], table, {1: table, 2: table}, {2: table, 4: table})
     table[:] = 99
-    assert metadata.window_block_table.tolist() == [[3]]
+    assert metadata.window_slots.tolist() == [3 * 128]
     assert metadata.compressed_block_tables[6].tolist() == [[3]]
     assert metadata.state_block_tables[2].tolist() == [[3]]
 
@@ -450,7 +457,7 @@ def test_to_torch_shares_memory_and_keeps_dtypes() -> None:
             assert tensor.tolist() == array.tolist()
     metadata.position_ids[0] = 77
     assert tensors.position_ids[0] == 77
-    assert tensors.compressed_lens[2] is tensors.compressed_lens[4]
+    assert tensors.compressed_block_tables[2] is tensors.compressed_block_tables[4]
 
 
 def test_to_torch_on_another_device() -> None:

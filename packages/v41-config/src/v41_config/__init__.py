@@ -1,5 +1,6 @@
 """v41-config: what every v41 distribution agrees on, without torch."""
 
+from v41_config.batch_lowering import build_forward_metadata
 from v41_config.cache_abi import (
     BLOCK_ROWS,
     STATE_CAPACITY,
@@ -15,8 +16,9 @@ from v41_config.cache_abi import (
     tokens_per_block,
 )
 from v41_config.cache_layout import AllocatedTensor, CacheLayout
+from v41_config.dp_group_metadata import DpGroupMetadata
 from v41_config.errors import CapacityError, ConfigError, LayoutError, MetadataError, OperatorError, SlabError, V41Error
-from v41_config.forward_metadata import ForwardMetadata, build_forward_metadata
+from v41_config.forward_metadata import ForwardMetadata
 from v41_config.layer_plan import AttentionMode, LayerConfig, RopeProfile
 from v41_config.model_config import (
     FP4_CACHE_GROUP,
@@ -54,6 +56,7 @@ __all__ = [
     "ConfigError",
     "ConstantSpec",
     "CountSpec",
+    "DpGroupMetadata",
     "DraftingConfig",
     "EngramConfig",
     "ForwardMetadata",

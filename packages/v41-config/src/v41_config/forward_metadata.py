@@ -1,23 +1,24 @@
-"""`ForwardMetadata`: one step's ragged batch, lowered once to the rows every operator reads.
+"""`ForwardMetadata`: one step's ragged batch, lowered once to the rows every operator reads (model.md section 17).
 
 Token-major and packed: tokens of request 0, then of request 1, and so on; prefill, chunked prefill and decode
-differ in numbers only. The arrays are NumPy; `to_torch` shares their memory on a CPU.
+differ in numbers only. The arrays are NumPy; `to_torch` shares their memory on a CPU. `build_forward_metadata` makes
+it from a scheduler's lengths and block tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from v41_config.batch_checks import check_live_pages, check_state_blocks, checked_lengths, checked_table
-from v41_config.cache_abi import BLOCK_ROWS
-from v41_config.errors import MetadataError
-from v41_config.model_config import ModelConfig
+from v41_config.dp_group_metadata import DpGroupMetadata
+from v41_config.errors import LayoutError
+from v41_config.parallel_layout import ParallelLayout
+from v41_config.token_mapping import TokenMapping
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class ForwardMetadata(Generic[ArrayT]):
     | field | shape | meaning |
     |---|---|---|
     | query_start_loc | [B+1] | first packed row of each request, then T |
+    | dp_group_start_loc | [groups+1] | first request of each DP group, then B |
     | query_lens | [B] | rows of each request in this step |
     | logit_row_indices | [B] | last packed row of each request, -1 where it has no row |
     | token_to_req_indices | [T] | batch row of each token (not a lasting request id) |
@@ -41,7 +43,6 @@ class ForwardMetadata(Generic[ArrayT]):
     | window_slots | [T] | physical window row that a token publishes |
     | window_indices | [T, window] | physical window rows it sees, oldest first, -1 behind the live ones |
     | window_lens | [T] | live entries of window_indices |
-    | window_block_table | [B, pages] | logical page to physical block; -1 where freed |
 
     and, keyed by KV source layer (equal values are shared between sources of one ratio):
 
@@ -56,205 +57,101 @@ class ForwardMetadata(Generic[ArrayT]):
     | compressor_source_token_indices | [outputs] | packed row of the token that closes the group |
     | compressor_position_ids | [outputs] | position of the group's first token |
     | compressed_rope_position_ids | [T] | the same, token-major; -1 where no group closes |
+
+    **A request whose state block is -1 at a source has no compressed rows there**: its slots and RoPE positions are
+    -1, it has no outputs, and its lengths, remainder and visible rows are 0, so that its tokens see their window alone
+    in the layers of that source and no row is read that nobody published. The rows it skips are not in the cache
+    later either, which no lowering can see: such a request keeps -1 until it starts again at position 0.
+
+    The `rows` of a field are its first axis; what its values count, if anything, is `counts`.
     """
 
-    query_start_loc: ArrayT
-    query_lens: ArrayT
-    logit_row_indices: ArrayT
-    token_to_req_indices: ArrayT
-    position_ids: ArrayT
-    kv_seq_lens: ArrayT
-    new_kv_seq_lens: ArrayT
-    window_slots: ArrayT
-    window_indices: ArrayT
-    window_lens: ArrayT
-    window_block_table: ArrayT
-    compressed_slots: Mapping[int, ArrayT]
-    index_slots: Mapping[int, ArrayT]
-    state_block_tables: Mapping[int, ArrayT]
-    compressed_block_tables: Mapping[int, ArrayT]
-    compressed_seq_lens: Mapping[int, ArrayT]
-    compressed_seq_remainders: Mapping[int, ArrayT]
-    compressed_lens: Mapping[int, ArrayT]
-    compressor_output_start_loc: Mapping[int, ArrayT]
-    compressor_source_token_indices: Mapping[int, ArrayT]
-    compressor_position_ids: Mapping[int, ArrayT]
-    compressed_rope_position_ids: Mapping[int, ArrayT]
+    query_start_loc: ArrayT = field(metadata={"rows": "B+1", "counts": "T"})
+    dp_group_start_loc: ArrayT = field(metadata={"rows": "groups+1", "counts": "B"})
+    query_lens: ArrayT = field(metadata={"rows": "B"})
+    logit_row_indices: ArrayT = field(metadata={"rows": "B", "counts": "T"})
+    token_to_req_indices: ArrayT = field(metadata={"rows": "T", "counts": "B"})
+    position_ids: ArrayT = field(metadata={"rows": "T"})
+    kv_seq_lens: ArrayT = field(metadata={"rows": "B"})
+    new_kv_seq_lens: ArrayT = field(metadata={"rows": "B"})
+    window_slots: ArrayT = field(metadata={"rows": "T"})
+    window_indices: ArrayT = field(metadata={"rows": "T"})
+    window_lens: ArrayT = field(metadata={"rows": "T"})
+    compressed_slots: Mapping[int, ArrayT] = field(metadata={"rows": "T"})
+    index_slots: Mapping[int, ArrayT] = field(metadata={"rows": "T"})
+    state_block_tables: Mapping[int, ArrayT] = field(metadata={"rows": "B"})
+    compressed_block_tables: Mapping[int, ArrayT] = field(metadata={"rows": "B"})
+    compressed_seq_lens: Mapping[int, ArrayT] = field(metadata={"rows": "B"})
+    compressed_seq_remainders: Mapping[int, ArrayT] = field(metadata={"rows": "B"})
+    compressed_lens: Mapping[int, ArrayT] = field(metadata={"rows": "T"})
+    compressor_output_start_loc: Mapping[int, ArrayT] = field(metadata={"rows": "B+1", "counts": "outputs"})
+    compressor_source_token_indices: Mapping[int, ArrayT] = field(metadata={"rows": "outputs", "counts": "T"})
+    compressor_position_ids: Mapping[int, ArrayT] = field(metadata={"rows": "outputs"})
+    compressed_rope_position_ids: Mapping[int, ArrayT] = field(metadata={"rows": "T"})
 
     def to_torch(self, device: torch.device | str = "cpu") -> ForwardMetadata[torch.Tensor]:
         """The same fields as tensors; on a CPU they share memory. Arrays shared between sources stay shared."""
         import torch  # the only place of this distribution that needs it
 
-        converted: dict[int, torch.Tensor] = {}
+        return self._converted(lambda array, _field, _source: torch.from_numpy(array).to(device))
 
-        def convert(array: Any) -> torch.Tensor:
-            if id(array) not in converted:
-                converted[id(array)] = torch.from_numpy(array).to(device)
-            return converted[id(array)]
+    def for_dp_group(
+        self: ForwardMetadata[_Array], layout: ParallelLayout, dp_rank: int, capacity: int | None = None
+    ) -> DpGroupMetadata[_Array]:
+        """The part of the step that one DP group runs, and the slabs its tokens stand on.
 
-        def field(value: Any) -> Any:
-            return {key: convert(a) for key, a in value.items()} if isinstance(value, dict) else convert(value)
+        Requests, tokens and outputs are counted from the group's first one; where nothing counts them, arrays are
+        views of this step's. `capacity` is what slabs are cut from: the group's T unless the caller reserves more.
 
-        return ForwardMetadata(**{f.name: field(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        Raises:
+            LayoutError: no such group, another number of groups than the step was lowered for, or a capacity below
+                the group's tokens.
+        """
+        groups = len(self.dp_group_start_loc) - 1
+        if groups != layout.dp:
+            raise LayoutError("dp", layout.dp, f"{groups}, the DP groups that dp_group_start_loc splits the batch into")
+        if not 0 <= dp_rank < groups:
+            raise LayoutError("dp_rank", dp_rank, f"0 <= dp_rank < dp = {groups}")
+        group = slice(dp_rank, dp_rank + 1)
+        requests = _between(self.dp_group_start_loc, group)
+        tokens = _between(self.query_start_loc, requests)
+        count = tokens.stop - tokens.start
+        mapping = TokenMapping(layout, dp_rank, count if capacity is None else capacity, count)
+        if groups == 1:
+            return DpGroupMetadata(mapping, self)
 
+        def part(array: _Array, field_axes: Mapping[str, str], source: int | None) -> _Array:
+            extents = {"groups": group, "B": requests, "T": tokens}
+            if source is not None:
+                extents["outputs"] = _between(self.compressor_output_start_loc[source], requests)
+            rows, _, has_end = field_axes["rows"].partition("+")
+            values = array[extents[rows].start : extents[rows].stop + len(has_end)]
+            if "counts" not in field_axes:
+                return values
+            return np.where(values >= 0, values - extents[field_axes["counts"]].start, values)
 
-class _Step(NamedTuple):
-    """Requests `[B]` and packed tokens `[T]` of a step, as INT64."""
+        return DpGroupMetadata(mapping, self._converted(part))
 
-    stored: _Array
-    new_lens: _Array
-    token_to_req: _Array
-    positions: _Array
+    def _converted(self, convert: Callable[[Any, Mapping[str, str], int | None], Any]) -> ForwardMetadata[Any]:
+        """`convert(array, axes of its field, KV source)` of every array; what sources share is converted once."""
+        done: dict[tuple[int, str], Any] = {}
 
+        def once(array: Any, axes: Mapping[str, str], source: int | None) -> Any:
+            key = (id(array), str(axes))
+            if key not in done:
+                done[key] = convert(array, axes, source)
+            return done[key]
 
-def build_forward_metadata(
-    config: ModelConfig,
-    query_start_loc: Sequence[int] | _Array,
-    kv_seq_lens: Sequence[int] | _Array,
-    window_block_table: _Array | Sequence[Sequence[int]],
-    compressed_block_tables: Mapping[int, _Array | Sequence[Sequence[int]]],
-    state_block_tables: Mapping[int, _Array | Sequence[Sequence[int]]],
-) -> ForwardMetadata[_Array]:
-    """Lower one step.
-
-    Args:
-        query_start_loc: [B+1], from 0, nondecreasing; equal neighbours are a request without rows.
-        kv_seq_lens: [B] tokens stored before the step.
-        window_block_table: [B, pages] of 128-token pages; pages wholly behind the window may be -1.
-        compressed_block_tables: keyed by compression *ratio*, [B, pages] of 128 compressed rows.
-        state_block_tables: keyed by ratio-2 KV source layer, [B, 1]; -1 suppresses that request's publication.
-
-    Raises:
-        MetadataError: naming table, request and logical page, before anything is written.
-    """
-    starts, stored = checked_lengths(config, query_start_loc, kv_seq_lens)
-    requests = len(stored)
-    query_lens = np.diff(starts)
-    new_lens = stored + query_lens
-    token_to_req = np.repeat(np.arange(requests), query_lens)
-    positions = np.arange(starts[-1]) - starts[:-1][token_to_req] + stored[token_to_req]
-    step = _Step(stored, new_lens, token_to_req, positions)
-
-    window_table = checked_table("window_block_table", window_block_table, requests)
-    first_seen = np.maximum(stored - config.sliding_window + 1, 0)
-    check_live_pages("window_block_table", window_table, first_read=first_seen, first_write=stored, stop=new_lens,
-                     active=query_lens > 0)  # fmt: skip
-    window_slots = _physical_rows(window_table, token_to_req, positions)
-    window_lens = np.minimum(positions + 1, config.sliding_window)
-    offsets = np.arange(config.sliding_window)
-    seen = (positions - window_lens + 1)[:, None] + offsets
-    live = offsets < window_lens[:, None]
-    window_rows = _physical_rows(window_table, token_to_req[:, None], np.where(live, seen, positions[:, None]))
-
-    by_ratio = {
-        ratio: _lower_ratio(ratio, table, step)
-        for ratio, table in _checked_ratio_tables(config, compressed_block_tables, requests).items()
-    }
-    _check_keys("state_block_tables", state_block_tables,
-                {source for source in config.kv_source_layer_ids if config.compress_ratios[source] > 1})  # fmt: skip
-    by_source: dict[str, dict[int, _Array]] = {name: {} for name in _SOURCE_FIELDS}
-    states: dict[int, _Array] = {}
-    publications: dict[tuple[int, bytes], dict[str, _Array]] = {}
-    for source in config.kv_source_layer_ids:
-        ratio = config.compress_ratios[source]
-        enabled = np.ones(requests, dtype=bool)
-        if ratio > 1:
-            states[source] = check_state_blocks(source, state_block_tables[source], query_lens)
-            enabled = states[source][:, 0] >= 0
-        key = (ratio, enabled.tobytes())
-        if key not in publications:
-            publications[key] = _publication(ratio, by_ratio[ratio], enabled, step)
-        for name in _SOURCE_FIELDS:
-            by_source[name][source] = publications[key][name]
-
-    return ForwardMetadata(
-        query_start_loc=_int32(starts),
-        query_lens=_int32(query_lens),
-        logit_row_indices=_int32(np.where(query_lens > 0, starts[1:] - 1, -1)),
-        token_to_req_indices=_int32(token_to_req),
-        position_ids=_int32(positions),
-        kv_seq_lens=_int32(stored),
-        new_kv_seq_lens=_int32(new_lens),
-        window_slots=window_slots,
-        window_indices=_int32(np.where(live, window_rows, -1)),
-        window_lens=_int32(window_lens),
-        window_block_table=_int32(window_table),
-        state_block_tables=states,
-        **by_source,
-    )
+        values: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Mapping):
+                values[f.name] = {source: once(array, f.metadata, source) for source, array in value.items()}
+            else:
+                values[f.name] = once(value, f.metadata, None)
+        return ForwardMetadata(**values)
 
 
-_SOURCE_FIELDS = (
-    "compressed_slots",
-    "index_slots",
-    "compressed_block_tables",
-    "compressed_seq_lens",
-    "compressed_seq_remainders",
-    "compressed_lens",
-    "compressor_output_start_loc",
-    "compressor_source_token_indices",
-    "compressor_position_ids",
-    "compressed_rope_position_ids",
-)
-
-
-def _int32(array: _Array) -> _Array:
-    return np.ascontiguousarray(array, dtype=np.int32)
-
-
-def _physical_rows(table: _Array, request: _Array, row: _Array) -> _Array:
-    """Physical rows of a request's logical rows, through its block table."""
-    rows: _Array = table[request, row // BLOCK_ROWS] * int(BLOCK_ROWS) + row % BLOCK_ROWS
-    return rows
-
-
-def _checked_ratio_tables(
-    config: ModelConfig, tables: Mapping[int, _Array | Sequence[Sequence[int]]], requests: int
-) -> dict[int, _Array]:
-    ratios = {config.compress_ratios[source] for source in config.kv_source_layer_ids}
-    _check_keys("compressed_block_tables", tables, ratios)
-    return {r: checked_table(f"compressed_block_tables[{r}]", tables[r], requests) for r in ratios}
-
-
-def _check_keys(name: str, tables: Mapping[int, object], keys: set[int]) -> None:
-    """A key too many is as much of a mistake as one that is missing: ratios and layer ids are easily confused."""
-    if set(tables) != keys:
-        raise MetadataError(name, list(tables), f"exactly the keys {sorted(keys)}")
-
-
-def _lower_ratio(ratio: int, table: _Array, step: _Step) -> dict[str, _Array]:
-    """What all sources of one ratio share; `closing_slots` before any source suppresses publication."""
-    stored, new_lens, token_to_req, positions = step
-    new_rows = new_lens // ratio
-    check_live_pages(f"compressed_block_tables[{ratio}]", table, first_read=np.zeros_like(stored),
-                     first_write=stored // ratio, stop=new_rows, active=new_lens > stored)  # fmt: skip
-    closes = (positions + 1) % ratio == 0
-    rows = np.where(closes, positions // ratio, 0)
-    slots = _physical_rows(table, token_to_req, rows) if table.shape[1] else np.zeros_like(positions)
-    return {
-        "closes": closes,
-        "closing_slots": slots,
-        "compressed_block_tables": _int32(table),
-        "compressed_seq_lens": _int32(new_rows),
-        "compressed_seq_remainders": _int32(new_lens % ratio),
-        "compressed_lens": _int32((positions + 1) // ratio),
-    }
-
-
-def _publication(ratio: int, shared: dict[str, _Array], enabled: _Array, step: _Step) -> dict[str, _Array]:
-    """What a source of that ratio publishes, where `enabled [B]` of its requests have a state block."""
-    positions = step.positions
-    closes = shared["closes"] & enabled[step.token_to_req]
-    slots = np.where(closes, shared["closing_slots"], -1)
-    closing_tokens = np.flatnonzero(closes)
-    group_starts = positions - (ratio - 1)
-    outputs = np.bincount(step.token_to_req[closing_tokens], minlength=len(enabled))
-    return {
-        **shared,
-        "compressed_slots": slots,
-        "index_slots": slots,
-        "compressor_output_start_loc": _int32(np.concatenate([[0], np.cumsum(outputs)])),
-        "compressor_source_token_indices": _int32(closing_tokens),
-        "compressor_position_ids": _int32(group_starts[closing_tokens]),
-        "compressed_rope_position_ids": _int32(np.where(closes, group_starts, -1)),
-    }
+def _between(start_loc: _Array, items: slice) -> slice:
+    """What a run of neighbouring `items` spans, given where each one starts."""
+    return slice(int(start_loc[items.start]), int(start_loc[items.stop]))

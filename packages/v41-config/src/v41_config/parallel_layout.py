@@ -86,13 +86,16 @@ class ParallelLayout:
 
     def request_range(self, requests: int, dp_rank: int) -> range:
         """Requests of a DP group: runs of neighbours, sizes as equal as possible, the larger ones first."""
-        if requests < 0:
-            raise LayoutError("requests", requests, "at least 0")
         if not 0 <= dp_rank < self.dp:
             raise LayoutError("dp_rank", dp_rank, f"0 <= dp_rank < dp = {self.dp}")
+        return range(*self.dp_group_start_loc(requests)[dp_rank : dp_rank + 2])
+
+    def dp_group_start_loc(self, requests: int) -> tuple[int, ...]:
+        """The first request of each DP group's `request_range`, then `requests`."""
+        if requests < 0:
+            raise LayoutError("requests", requests, "at least 0")
         each, larger = divmod(requests, self.dp)
-        start = dp_rank * each + min(dp_rank, larger)
-        return range(start, start + each + (dp_rank < larger))
+        return tuple(group * each + min(group, larger) for group in range(self.dp + 1))
 
     def slab_rows(self, capacity: int) -> int:
         """`T_local`: rows of every rank's token slab, `ceil(capacity / tp)`, whatever the active count."""
