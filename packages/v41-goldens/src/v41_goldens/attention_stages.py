@@ -78,7 +78,7 @@ def publish_selection(
         raise WeightError(f"layers.{layer.layer_id}.attn.indexer", None, "indexer weights of an index source")
     queries = index_queries(qr, x, indexer, *ctx.query_rope(layer), ctx.config)
     entries = ctx.record(layer, "topk", select_entries(ctx, layer, queries))
-    ctx.topk[layer.layer_id] = _physical_rows(ctx, layer, entries)
+    ctx.topk[layer.layer_id] = physical_rows(ctx, layer, entries)
 
 
 def attend(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, q: Tensor, parts: int = 1) -> Tensor:
@@ -100,8 +100,12 @@ def attend(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, q
     return o_proj(u, weights, ctx.config, parts)
 
 
-def _physical_rows(ctx: ForwardContext, layer: LayerConfig, entries: Tensor) -> Tensor:
-    """Logical entries `[T, k]` of each token's request as physical compressed rows, -1 kept."""
+def physical_rows(ctx: ForwardContext, layer: LayerConfig, entries: Tensor) -> Tensor:
+    """Logical entries `[T, k]` of each token's request as physical compressed rows, -1 kept.
+
+    Raises:
+        OperandError: another number of rows than the batch has, or an entry that its token does not see.
+    """
     if layer.kv_source is None:
         raise OperandError(f"layer {layer.layer_id}", layer.mode.title, "a mode with compressed KV")
     table = ctx.metadata.compressed_block_tables[layer.kv_source]

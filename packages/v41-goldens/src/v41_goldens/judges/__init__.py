@@ -24,13 +24,22 @@ from v41_goldens.judges.inactive_rows import (
     judge_zero_shards,
 )
 from v41_goldens.judges.relative_budget import (
+    RELATIVE_BUDGET,
     RelativeBudget,
     RelativeBudgetVerdict,
     assert_relative_budget,
     judge_relative_budget,
 )
-from v41_goldens.judges.row_bounds import RowBounds, RowBoundsVerdict, assert_row_bounds, judge_row_bounds
+from v41_goldens.judges.row_bounds import ROW_BOUNDS, RowBounds, RowBoundsVerdict, assert_row_bounds, judge_row_bounds
 from v41_goldens.judges.row_errors import ErrorStatistics
+from v41_goldens.judges.selected_attention import (
+    ANY_TIE,
+    SelectedAttentionVerdict,
+    assert_selected_attention,
+    judge_selected_attention,
+    rederive_attention,
+    reference_index_scores,
+)
 from v41_goldens.judges.selection import (
     FOREIGN_ENTRY,
     SelectionVerdict,
@@ -49,8 +58,11 @@ from v41_goldens.judges.storage import (
 from v41_goldens.judges.verdict import Verdict
 
 __all__ = [
+    "ANY_TIE",
     "BY_INDEX",
     "FOREIGN_ENTRY",
+    "RELATIVE_BUDGET",
+    "ROW_BOUNDS",
     "CandidateMaskVerdict",
     "CutoffRule",
     "EqualBitsVerdict",
@@ -61,6 +73,7 @@ __all__ = [
     "RelativeBudgetVerdict",
     "RowBounds",
     "RowBoundsVerdict",
+    "SelectedAttentionVerdict",
     "SelectionVerdict",
     "StorageVerdict",
     "Verdict",
@@ -69,6 +82,7 @@ __all__ = [
     "assert_equal_bits",
     "assert_relative_budget",
     "assert_row_bounds",
+    "assert_selected_attention",
     "assert_selection",
     "assert_storage",
     "assert_untouched_rows",
@@ -80,6 +94,7 @@ __all__ = [
     "judge_equal_bits",
     "judge_relative_budget",
     "judge_row_bounds",
+    "judge_selected_attention",
     "judge_selection",
     "judge_storage",
     "judge_untouched_rows",
@@ -87,6 +102,8 @@ __all__ = [
     "judge_zero_shards",
     "logical_entries",
     "owned_rows",
+    "rederive_attention",
+    "reference_index_scores",
     "storage_snapshot",
     "unequal_bits",
 ]

@@ -45,11 +45,12 @@ class RelativeBudgetVerdict(Verdict):
         return str(self.errors)
 
 
-_POLICY = RelativeBudget()
+RELATIVE_BUDGET = RelativeBudget()
+"""The budget of attention outputs."""
 
 
 def judge_relative_budget(
-    actual: Tensor, expected: Tensor, active: int | Tensor | None = None, budget: RelativeBudget = _POLICY
+    actual: Tensor, expected: Tensor, active: int | Tensor | None = None, budget: RelativeBudget = RELATIVE_BUDGET
 ) -> RelativeBudgetVerdict:
     """All three numbers within the budget, and every element of an active row finite on both sides.
 
@@ -90,7 +91,7 @@ def assert_relative_budget(
     expected: Tensor,
     name: str,
     active: int | Tensor | None = None,
-    budget: RelativeBudget = _POLICY,
+    budget: RelativeBudget = RELATIVE_BUDGET,
 ) -> None:
     """Raise `JudgementError` unless `judge_relative_budget` accepts the result called `name`."""
     judge_relative_budget(actual, expected, active, budget).require(name)

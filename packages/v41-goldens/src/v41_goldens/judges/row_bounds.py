@@ -51,11 +51,12 @@ class RowBoundsVerdict(Verdict):
         return str(self.errors)
 
 
-_POLICY = RowBounds()
+ROW_BOUNDS = RowBounds()
+"""The bounds of attention outputs."""
 
 
 def judge_row_bounds(
-    actual: Tensor, expected: Tensor, active: int | Tensor | None = None, bounds: RowBounds = _POLICY
+    actual: Tensor, expected: Tensor, active: int | Tensor | None = None, bounds: RowBounds = ROW_BOUNDS
 ) -> RowBoundsVerdict:
     """Every active row within both bounds, and every element of it finite on both sides.
 
@@ -88,7 +89,7 @@ def judge_row_bounds(
 
 
 def assert_row_bounds(
-    actual: Tensor, expected: Tensor, name: str, active: int | Tensor | None = None, bounds: RowBounds = _POLICY
+    actual: Tensor, expected: Tensor, name: str, active: int | Tensor | None = None, bounds: RowBounds = ROW_BOUNDS
 ) -> None:
     """Raise `JudgementError` unless `judge_row_bounds` accepts the result called `name`."""
     judge_row_bounds(actual, expected, active, bounds).require(name)
