@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from v41_config import FLASH, FLASH6, TINY, ConfigError, ModelConfig
-from v41_config.released_json import MAX_CONFIG_BYTES
+from v41_config.config_file import MAX_CONFIG_BYTES
 
 DATA = Path(__file__).parent / "data"
 
@@ -222,6 +222,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (broken(lambda c: c["vision_config"].update(patch_size=True)), "vision.patch_size"),
     (broken(lambda c: c["quantization_config"].update(fmt="e4m3")), "quantization.fmt"),
     (broken(lambda c: c.update(quantization_config=None)), "quantization"),
+    (broken(lambda c: c.pop("quantization_config")), "quantization_config"),
     (broken(lambda c: c.update(bos_token_id=129280)), "bos_token_id"),
 ]
 

@@ -16,6 +16,7 @@ from v41_config.cache_abi import (
     tokens_per_block,
 )
 from v41_config.cache_layout import AllocatedTensor, CacheLayout
+from v41_config.capacity_plan import CapacityAssumptions, CapacityPlan, Fit, parse_bytes
 from v41_config.dp_group_metadata import DpGroupMetadata
 from v41_config.errors import CapacityError, ConfigError, LayoutError, MetadataError, OperatorError, SlabError, V41Error
 from v41_config.forward_metadata import ForwardMetadata
@@ -33,7 +34,7 @@ from v41_config.model_config import (
 from v41_config.operator_spec import BoundOperator, ConstantSpec, CountSpec, OperatorSpec, TensorSpec
 from v41_config.operator_tables import find_operator, operators
 from v41_config.parallel_layout import ParallelLayout
-from v41_config.presets import FLASH, FLASH6, PRESETS, TINY
+from v41_config.presets import FLASH, FLASH6, PRESETS, TINY, TINY8
 from v41_config.token_mapping import PADDING_ID, GatheredRows, LocalRows, TokenMapping
 
 __all__ = [
@@ -46,19 +47,23 @@ __all__ = [
     "PRESETS",
     "STATE_CAPACITY",
     "TINY",
+    "TINY8",
     "AllocatedTensor",
     "AttentionMode",
     "BoundOperator",
     "CacheLayout",
     "CachePool",
     "CacheTensor",
+    "CapacityAssumptions",
     "CapacityError",
+    "CapacityPlan",
     "ConfigError",
     "ConstantSpec",
     "CountSpec",
     "DpGroupMetadata",
     "DraftingConfig",
     "EngramConfig",
+    "Fit",
     "ForwardMetadata",
     "GatheredRows",
     "LayerConfig",
@@ -86,6 +91,7 @@ __all__ = [
     "compressed_table",
     "find_operator",
     "operators",
+    "parse_bytes",
     "rows_for_tokens",
     "tokens_per_block",
 ]

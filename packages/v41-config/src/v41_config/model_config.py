@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -21,6 +22,9 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from v41_config.errors import ConfigError
 from v41_config.layer_plan import LayerConfig, attention_mode
+
+if TYPE_CHECKING:
+    from v41_config.parallel_layout import ParallelLayout
 
 MX_GROUP = 32
 """Elements that share one E8M0 scale (weights and activations; model.md section 2)."""
@@ -49,8 +53,13 @@ def _above_zero(value: float) -> float:
 
 
 # Not simply `float`: the file is written back as it was read, and 10000 is not 10000.0 there.
-_Number = Annotated[int | float, BeforeValidator(_finite)]
-_PositiveNumber = Annotated[int | float, BeforeValidator(_finite), AfterValidator(_above_zero)]
+_Number = Annotated[int | float, BeforeValidator(_finite), WithJsonSchema({"type": "number"})]
+_PositiveNumber = Annotated[
+    int | float,
+    BeforeValidator(_finite),
+    AfterValidator(_above_zero),
+    WithJsonSchema({"type": "number", "exclusiveMinimum": 0}),
+]
 
 
 class _Group(BaseModel):
@@ -201,20 +210,62 @@ class ModelConfig(_Group):
 
     @staticmethod
     def from_json(path: str | Path) -> ModelConfig:
-        """Read a released `config.json`, given the file or its directory.
+        """Read a released `config.json` or an `inference/config.json`, given the file or its directory.
+
+        Keys that are unknown are named in a warning and ignored.
 
         Raises:
-            ConfigError: not JSON, another `model_type`, a missing or inconsistent field.
+            ConfigError: not JSON, another `model_type`, no quantisation, a missing or inconsistent field.
         """
-        from v41_config.released_json import read_released_json  # it builds on this module
+        from v41_config.config_file import read_config_file  # it builds on this module
 
-        return read_released_json(Path(path))
+        return read_config_file(Path(path))
 
     def to_released_json(self) -> dict[str, Any]:
         """The nested dictionary of the released `config.json`; `json.dumps(..., indent=2)` gives the file."""
         from v41_config.released_json import released_json  # it builds on this module
 
         return released_json(self)
+
+    def to_inference_json(self) -> dict[str, Any]:
+        """The flat dictionary of `inference/config.json`, which has no place for token ids and vision."""
+        from v41_config.inference_json import inference_json  # it builds on this module
+
+        return inference_json(self)
+
+    def scaled(
+        self,
+        *,
+        hidden_size: int = 256,
+        num_hidden_layers: int = 10,
+        vocab_size: int = 512,
+        max_position_embeddings: int = 4096,
+        layout: ParallelLayout | None = None,
+        **changes: object,
+    ) -> ModelConfig:
+        """A small text model of the same structure: every attention mode occurs, and everything fits together.
+
+        Widths shrink with `hidden_size` to multiples of 32, roles are dealt out in this model's proportions, and what
+        `layout` shares out (heads, output groups, vocabulary, experts) is rounded up to what it divides.
+
+        Args:
+            changes: fields to set besides; they are checked as any other.
+
+        Raises:
+            ConfigError: fewer than six layers, or sizes that no consistent model has.
+            LayoutError: `changes` that `layout` does not divide.
+        """
+        from v41_config.scaled_config import scaled_config  # it builds on this module
+
+        return scaled_config(
+            self,
+            hidden_size=hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position_embeddings,
+            layout=layout,
+            **changes,
+        )
 
     def layer_config(self, layer_id: int) -> LayerConfig:
         """The role of one layer: the only place that decides mode, KV, index and candidate source."""

@@ -1,8 +1,9 @@
-"""The three presets: the release, its structure at toy size, and its dimensions at toy depth."""
+"""The presets: the release, its structure at toy size, its dimensions at toy depth, and a toy for eight ranks."""
 
 from __future__ import annotations
 
 from v41_config.model_config import DraftingConfig, EngramConfig, ModelConfig, RopeScaling, VisionConfig
+from v41_config.parallel_layout import ParallelLayout
 
 FLASH = ModelConfig(
     vocab_size=129280,
@@ -118,5 +119,8 @@ TINY = _derived(
 )
 """FLASH's structure at toy size."""
 
-PRESETS = {"flash": FLASH, "flash6": FLASH6, "tiny": TINY}
+TINY8 = FLASH.scaled(layout=ParallelLayout(tp=8))
+"""A toy that every layout of up to eight ranks divides: TP8, EP8 and all between."""
+
+PRESETS = {"flash": FLASH, "flash6": FLASH6, "tiny": TINY, "tiny8": TINY8}
 """Presets by the name that commands take."""

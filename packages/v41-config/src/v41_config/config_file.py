@@ -1,0 +1,51 @@
+"""Reads a config file in either of its formats: the released `config.json`, or `inference/config.json`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from v41_config.errors import ConfigError
+from v41_config.inference_json import inference_fields, is_inference_json
+from v41_config.model_config import ModelConfig
+from v41_config.released_json import released_fields
+
+MAX_CONFIG_BYTES = 1 << 20
+"""The released file has 4 kB."""
+
+
+def read_config_file(path: Path) -> ModelConfig:
+    """See `ModelConfig.from_json`. Keys nobody knows are named in a warning, never dropped in silence."""
+    data = _load_object(path / "config.json" if path.is_dir() else path)
+    fields, unknown = inference_fields(data) if is_inference_json(data) else released_fields(data)
+    if unknown:
+        warnings.warn(f"config keys that v41 does not know, ignored: {', '.join(unknown)}", stacklevel=3)
+    return ModelConfig.model_validate(fields)
+
+
+def _load_object(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise ConfigError(str(path), "a directory or device", "a regular file")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise ConfigError(str(path), "more", f"a config of at most {MAX_CONFIG_BYTES} bytes")
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except OSError as error:
+        raise ConfigError(str(path), error.strerror, "a readable config.json") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(str(path), str(error), "a JSON file") from error
+    if not isinstance(data, dict):
+        raise ConfigError(str(path), type(data).__name__, "a JSON object")
+    return data
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(next(key for key in keys if keys.count(key) > 1), "two values", "one value for a key")
+    return values
