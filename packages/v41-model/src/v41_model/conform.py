@@ -115,6 +115,7 @@ def summary(reports: list[TensorReport]) -> str:
 
 
 def exit_code(reports: list[TensorReport]) -> int:
+    """PASSED if every comparison passed, FAILED if one did not, NOTHING_TO_REPLAY if there was none."""
     if not reports:
         return NOTHING_TO_REPLAY
     return PASSED if all(report.passed for report in reports) else FAILED
