@@ -113,6 +113,16 @@ def test_the_module_runs_as_a_command() -> None:
     assert bad.returncode == 1
 
 
+def test_a_reader_may_stop_early() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "v41_config", "operators"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        assert (command.stderr.read(), command.wait()) == (b"", 0)
+
+
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra plot")
 def test_a_plot_is_a_png_and_replaces_what_was_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.png"
