@@ -147,8 +147,12 @@ def _judge(
         Fault(pinned & ~kept, "newest blocks left out"),
         Fault(kept & (kept.sum(1, keepdim=True) > keep), "blocks in rows that keep too many"),
         Fault(reachable & ~kept & (found.missing > 0).unsqueeze(1), "blocks left out though there is room"),
-        Fault(found.below, "blocks worse than one left out"),
-        Fault(found.wrong_tie, "ties that do not take the lower block"),
+    ]
+    # Where a block is wrong in itself, the one whose place it takes would make others look bad.
+    sound = ~faulty(faults, kept).any(1, keepdim=True)
+    faults += [
+        Fault(found.below & sound, "blocks worse than one left out"),
+        Fault(found.wrong_tie & sound, "ties that do not take the lower block"),
     ]
     bad = faulty(faults, kept)
     return CandidateMaskVerdict(

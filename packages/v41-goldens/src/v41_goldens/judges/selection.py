@@ -110,8 +110,12 @@ def judge_selection(
         Fault(live & (selected < before), "entries out of order"),
         Fault(live & (before < 0), "entries behind a -1"),
         Fault(empty, "places left empty"),
-        Fault(causal & _at(found.below, selected, causal), "entries worse than one left out"),
-        Fault(causal & _at(found.wrong_tie, selected, causal), "ties that do not take the lower index"),
+    ]
+    # Where an entry is wrong in itself, the one whose place it takes would make others look bad.
+    sound = causal & ~faulty(faults, live).any(1, keepdim=True)
+    faults += [
+        Fault(_at(found.below, selected, sound), "entries worse than one left out"),
+        Fault(_at(found.wrong_tie, selected, sound), "ties that do not take the lower index"),
     ]
     bad = faulty(faults, live)
     worst = int(found.deficit.argmax()) if rows else None
