@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from v41_config import TINY, ParallelLayout, V41Error
+from v41_config import PADDING_ID, TINY, GatheredRows, LocalRows, ParallelLayout, TokenMapping, V41Error
 from v41_goldens.linear import fp32_linear
 from v41_model.collective_log import CollectiveKind
 from v41_model.communicator import Communicator
@@ -17,7 +17,6 @@ from v41_model.errors import RankError
 from v41_model.lm_head import final_norm, lm_head
 from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
-from v41_model.token_slab import PADDING_ID, GatheredRows, LocalRows, TokenMapping
 
 VOCABULARY, WIDTH = TINY.vocab_size, 8
 
@@ -29,12 +28,14 @@ def _table() -> Tensor:
     return table
 
 
-def _embed(ids: Tensor, tp: int, sharded: bool, capacity: int | None = None) -> tuple[LocalWorld, list[LocalRows]]:
+def _embed(
+    ids: Tensor, tp: int, sharded: bool, capacity: int | None = None
+) -> tuple[LocalWorld, list[LocalRows[Tensor]]]:
     layout = ParallelLayout(tp, 1)
-    mapping = TokenMapping(layout, len(ids) if capacity is None else capacity, len(ids))
+    mapping = TokenMapping(layout, 0, len(ids) if capacity is None else capacity, len(ids))
     table = _table()
 
-    def program(comm: Communicator) -> LocalRows:
+    def program(comm: Communicator) -> LocalRows[Tensor]:
         padded = torch.full((mapping.padded_rows,), PADDING_ID, dtype=torch.int32)
         padded[: len(ids)] = ids
         held = layout.vocab_range(TINY, comm.rank)
@@ -81,9 +82,9 @@ def test_only_a_sharded_table_communicates() -> None:
 
 
 def test_a_table_of_another_size_is_refused() -> None:
-    mapping = TokenMapping(ParallelLayout(2, 1), 2, 2)
+    mapping = TokenMapping(ParallelLayout(2, 1), 0, 2, 2)
 
-    def program(comm: Communicator) -> LocalRows:
+    def program(comm: Communicator) -> LocalRows[Tensor]:
         return embed_tokens(GatheredRows(mapping, torch.zeros(2, dtype=torch.int32)), _table()[:7], TINY, comm)
 
     with pytest.raises(RankError, match="7 rows") as caught:
@@ -95,7 +96,7 @@ def test_a_table_of_another_size_is_refused() -> None:
 @pytest.mark.parametrize("rows", [None, [0], [0, 2]], ids=["all", "first", "some"])
 def test_logits_come_back_in_the_packed_order(tokens: int, rows: list[int] | None) -> None:
     layout = ParallelLayout(4, 1)
-    mapping = TokenMapping(layout, tokens, tokens)
+    mapping = TokenMapping(layout, 0, tokens, tokens)
     rows = None if rows is None else [r for r in rows if r < tokens]
     hidden = torch.randn((tokens, WIDTH), generator=torch.Generator().manual_seed(tokens)).bfloat16()
     table = _table()
@@ -112,7 +113,7 @@ def test_logits_come_back_in_the_packed_order(tokens: int, rows: list[int] | Non
 
 
 def test_final_norm_is_local_and_keeps_padding_zero() -> None:
-    mapping = TokenMapping(ParallelLayout(4, 1), 5, 5)
+    mapping = TokenMapping(ParallelLayout(4, 1), 0, 5, 5)
     x_hc, mix = torch.ones(5, TINY.hc_mult, WIDTH).bfloat16(), torch.ones(5, TINY.hc_mult)
     norm = torch.ones(WIDTH).bfloat16()
     collapsed, normed = final_norm(mapping.shard(x_hc, 2), mapping.shard(mix, 2), norm, TINY, Operators())

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from v41_config import TINY, ParallelLayout
 from v41_goldens.weights import ModelWeights
 from v41_loader import Checkpoint
 from v41_model.errors import RequestError, SessionError
-from v41_model.generation import Request, RequestGroup, admit, advance, generate, spread_contiguously
+from v41_model.generation import Request, RequestGroup, admit, advance, generate
 from v41_model.greedy import greedy_tokens
 from v41_model.page_allocator import PageAllocator, blocks_for_requests
 from v41_model.session import ModelSession
@@ -23,16 +21,6 @@ PROMPTS = [[0, 9, 8, 7, 6], [5], [0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
 @pytest.fixture(scope="module")
 def session(tiny_checkpoint: Checkpoint) -> ModelSession:
     return ModelSession.open(tiny_checkpoint, ParallelLayout(2, 2))
-
-
-@given(requests=st.integers(0, 40), groups=st.integers(1, 8))
-def test_spread_is_contiguous_and_even(requests: int, groups: int) -> None:
-    parts = spread_contiguously(requests, groups)
-    assert [i for part in parts for i in part] == list(range(requests))
-    sizes = [len(part) for part in parts]
-    assert len(parts) == groups
-    assert sizes == sorted(sizes, reverse=True)
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_tokens_do_not_depend_on_company_or_chunks(session: ModelSession) -> None:

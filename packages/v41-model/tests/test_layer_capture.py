@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from v41_config import SlabError
 from v41_goldens.capture import Capture
-from v41_model.errors import SlabError
 from v41_model.layer_capture import Held, held_by_ranks, merge_captures, selection_gap
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import ParallelLayout
+from v41_config import ParallelLayout, SlabError
 from v41_model.collective_log import CollectiveKind, CollectiveRecord, Site
 from v41_model.communicator import Communicator
-from v41_model.errors import RankError, SlabError, WorldError
+from v41_model.errors import RankError, WorldError
 from v41_model.local_world import LocalWorld
 
 TP4_DP2 = ParallelLayout(tp=4, dp=2)

@@ -9,13 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import TINY, LayoutError, MetadataError, ParallelLayout, cache_pools
+from v41_config import TINY, LayoutError, MetadataError, ParallelLayout, SlabError, cache_pools
+from v41_goldens.forward_context import ForwardContext
+from v41_goldens.rope_rows import RopeRows, rope_tables
 from v41_loader import Checkpoint
 from v41_model.errors import RankError, RequestError, SessionError
+from v41_model.expert_parallel import expert_owners
 from v41_model.generation import Request, admit, advance
 from v41_model.layer_capture import merge_captures
 from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
+from v41_model.rank_layer import RankStep
 from v41_model.session import ModelSession
 from v41_model.step_batch import StepBatch
 
@@ -76,9 +80,12 @@ def test_a_bad_batch_poisons_nothing(session: ModelSession) -> None:
         session.step([_batch([-1])])
     with pytest.raises(MetadataError):
         session.step([dataclasses.replace(_batch([3]), compressed_block_tables={})])
+    foreign = np.full((1, 1), 1, dtype=np.int32)
+    with pytest.raises(MetadataError, match="window"):
+        session.step([dataclasses.replace(_batch([3]), window_block_table=foreign)])
     with pytest.raises(SessionError, match="2 batches"):
         session.step([_batch([3]), _batch([4])])
-    with pytest.raises(SessionError, match="capacity 1"):
+    with pytest.raises(LayoutError, match="capacity"):
         session.step([_batch([3, 4])], capacity=1)
     with pytest.raises(RequestError, match="2 token ids"):
         dataclasses.replace(_batch([3, 4]), query_start_loc=np.array([0, 1]))
@@ -105,6 +112,16 @@ def test_a_failed_step_poisons_the_session(tiny_checkpoint: Checkpoint) -> None:
         advance(session, groups)
     session.allocate(BLOCKS, 64)
     session.step([_batch([3])])
+
+
+def test_positions_of_another_batch_do_not_meet_gathered_rows(session: ModelSession) -> None:
+    """Equal counts are not enough: attention's context must be made from the very batch whose rows are gathered."""
+    _, group = _batch([3, 4]).lower(TINY, TP2, 0)
+    _, other = _batch([3, 4]).lower(TINY, TP2, 0)
+    context = ForwardContext(TINY, other.metadata, session._caches[0], RopeRows(rope_tables(TINY, 8)))
+    owners = expert_owners(TINY, TP2)
+    with pytest.raises(SlabError, match="metadata of another batch"):
+        RankStep(TINY, group, context, owners, session.world.communicators[0], session.operators)
 
 
 def test_sessions_without_caches_or_closed(tiny_checkpoint: Checkpoint) -> None:

@@ -8,17 +8,15 @@ from v41_model.errors import (
     RankError,
     RequestError,
     SessionError,
-    SlabError,
     WorldError,
 )
-from v41_model.generation import Request, RequestGroup, admit, advance, generate, spread_contiguously
+from v41_model.generation import Request, RequestGroup, admit, advance, generate
 from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
 from v41_model.page_allocator import PageAllocator, blocks_for_requests
 from v41_model.rank_forward import RankModel
 from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch
-from v41_model.token_slab import GatheredRows, LocalRows, TokenMapping
 
 __all__ = [
     "CollectiveKind",
@@ -26,9 +24,7 @@ __all__ = [
     "CollectiveRecord",
     "Communicator",
     "ExpertCommunicator",
-    "GatheredRows",
     "GroupOutput",
-    "LocalRows",
     "LocalWorld",
     "ModelSession",
     "Operators",
@@ -42,14 +38,11 @@ __all__ = [
     "RequestGroup",
     "SessionError",
     "Site",
-    "SlabError",
     "StepBatch",
     "TokenCommunicator",
-    "TokenMapping",
     "WorldError",
     "admit",
     "advance",
     "blocks_for_requests",
     "generate",
-    "spread_contiguously",
 ]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from v41_config import ModelConfig, V41Error
+from v41_config import PADDING_ID, GatheredRows, LocalRows, ModelConfig, V41Error
 from v41_model.collective_log import Site
 from v41_model.communicator import Communicator
-from v41_model.token_slab import PADDING_ID, GatheredRows, LocalRows
 
 __all__ = ["embed_tokens"]
 
 
-def embed_tokens(token_ids: GatheredRows, table: Tensor, config: ModelConfig, communicator: Communicator) -> LocalRows:
+def embed_tokens(
+    token_ids: GatheredRows[Tensor], table: Tensor, config: ModelConfig, communicator: Communicator
+) -> LocalRows[Tensor]:
     """Token ids INT32 ``[tp * T_local]`` (padding -1) -> this rank's embeddings BF16 ``[T_local, D]``, padding zero.
 
     ``table`` is BF16 ``[V, D]``, or the ``[V / tp, D]`` rows of the rank's vocabulary range. A group without tokens
@@ -40,7 +41,9 @@ def embed_tokens(token_ids: GatheredRows, table: Tensor, config: ModelConfig, co
     )
 
 
-def _reduce_partials(token_ids: GatheredRows, table: Tensor, held: range, communicator: Communicator) -> LocalRows:
+def _reduce_partials(
+    token_ids: GatheredRows[Tensor], table: Tensor, held: range, communicator: Communicator
+) -> LocalRows[Tensor]:
     mapping = token_ids.mapping
     ids = token_ids.tensor.long()
     mine = (ids >= held.start) & (ids < held.stop)

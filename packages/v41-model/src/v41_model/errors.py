@@ -11,7 +11,6 @@ __all__ = [
     "RankError",
     "RequestError",
     "SessionError",
-    "SlabError",
     "VectorsError",
     "WorldError",
 ]
@@ -31,10 +30,6 @@ class RankError(WorldError):
 
     def __reduce__(self) -> tuple[type[RankError], tuple[int, BaseException]]:  # type: ignore[override]
         return type(self), (self.rank, self.error)
-
-
-class SlabError(V41Error):
-    """Rows that do not fit the token mapping they are used with."""
 
 
 class RequestError(V41Error):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -24,18 +23,10 @@ __all__ = [
     "advance",
     "check_prompt",
     "generate",
-    "spread_contiguously",
 ]
 
 MAX_STEP_ROWS = 4096
 """Rows of a DP group in one step; longer prompts are prefilled in chunks."""
-
-
-def spread_contiguously(requests: int, groups: int) -> list[range]:
-    """Which requests each DP group takes: runs of neighbours, sizes as equal as possible, the first ones larger."""
-    bounds = np.array_split(np.arange(requests), groups)
-    starts = np.cumsum([0, *(len(part) for part in bounds)])
-    return [range(int(a), int(b)) for a, b in itertools.pairwise(starts)]
 
 
 def check_prompt(config: ModelConfig, where: str, tokens: Sequence[int], new_tokens: int) -> None:
@@ -180,7 +171,9 @@ def admit(session: ModelSession, requests: Sequence[Request]) -> list[RequestGro
     config = session.config
     for index, request in enumerate(requests):
         check_prompt(config, f"requests[{index}]", request.prompt, request.max_new_tokens)
-    parts = [[requests[i] for i in part] for part in spread_contiguously(len(requests), session.layout.dp)]
+    layout = session.layout
+    ranges = [layout.request_range(len(requests), dp_rank) for dp_rank in range(layout.dp)]
+    parts = [requests[part.start : part.stop] for part in ranges]
     lengths = [[len(r.prompt) + r.max_new_tokens for r in part] for part in parts]
     needs = [blocks_for_requests(config, part) for part in lengths]
     # at least one block: a pool without rows could not be read even for "no row"

@@ -13,9 +13,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from v41_config import ForwardMetadata, LayerConfig, ModelConfig
+from v41_config import ForwardMetadata, LayerConfig, ModelConfig, SlabError
 from v41_goldens.capture import Capture, layer_key
-from v41_model.errors import SlabError
 
 __all__ = ["COMPRESSOR_STATE", "Held", "held_by_ranks", "merge_captures", "request_tensors", "selection_gap"]
 

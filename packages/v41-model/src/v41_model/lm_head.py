@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from v41_config import ModelConfig
+from v41_config import GatheredRows, LocalRows, ModelConfig
 from v41_model.collective_log import Site
 from v41_model.communicator import Communicator
 from v41_model.operators import Operators
-from v41_model.token_slab import GatheredRows, LocalRows
 
 __all__ = ["final_norm", "lm_head"]
 
 
 def final_norm(
-    x_hc: LocalRows, pre_mix: LocalRows, weight: Tensor, config: ModelConfig, operators: Operators
-) -> tuple[LocalRows, LocalRows]:
+    x_hc: LocalRows[Tensor], pre_mix: LocalRows[Tensor], weight: Tensor, config: ModelConfig, operators: Operators
+) -> tuple[LocalRows[Tensor], LocalRows[Tensor]]:
     """Collapse with the last layer's pre-mix, then norm: ``(collapsed, normed)``, both BF16 ``[T_local, D]``."""
     collapsed = x_hc.map_tokens(operators.mhc_pre, pre_mix)
     return collapsed, collapsed.map_tokens(lambda rows: operators.rms_norm(rows, weight, config.rms_norm_eps))
 
 
 def lm_head(
-    normed: LocalRows, head: Tensor, logit_rows: Tensor | None, communicator: Communicator, operators: Operators
+    normed: LocalRows[Tensor], head: Tensor, logit_rows: Tensor | None, communicator: Communicator, operators: Operators
 ) -> Tensor:
     """Normed rows BF16 ``[T_local, D]`` -> logits FP32 ``[R, V]``, equal on all ranks of the TP group.
 

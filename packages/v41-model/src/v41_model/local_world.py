@@ -17,10 +17,10 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import Tensor
 
-from v41_config import ParallelLayout
+from v41_config import ParallelLayout, SlabError
 from v41_model.collective_log import CollectiveKind, CollectiveLog, CollectiveRecord, Site
 from v41_model.communicator import sum_in_rank_order
-from v41_model.errors import RankError, SlabError, WorldError
+from v41_model.errors import RankError, WorldError
 
 __all__ = ["LocalCommunicator", "LocalWorld"]
 

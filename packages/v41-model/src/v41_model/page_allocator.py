@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from v41_config import BLOCK_ROWS, ModelConfig, SourceTokens, blocks_for_tokens, cache_pools
+from v41_config import BLOCK_ROWS, CachePool, ModelConfig, SourceTokens, cache_pools, compressed_table
 from v41_model.errors import PoolError
 
 __all__ = ["BlockPool", "PageAllocator", "blocks_for_requests"]
@@ -61,31 +61,22 @@ class BlockPool:
 def blocks_for_requests(config: ModelConfig, lengths: Sequence[int]) -> dict[str, int]:
     """Blocks per block table that hold requests of these final ``lengths`` in tokens at the same time."""
     return {
-        pool.block_table: sum(_pages(pool.block_table, pool.compress_ratio, length) for length in lengths)
+        pool.block_table: sum(pool.blocks_for(SourceTokens(length)) for length in lengths)
         for pool in cache_pools(config)
     }
 
 
-def _pages(table: str, compress_ratio: int, tokens: int) -> int:
-    if table.endswith("_state"):
-        return 1
-    return blocks_for_tokens(SourceTokens(tokens), compress_ratio)
-
-
 @dataclass(frozen=True)
 class _PagedTable:
-    """One pool with the block table ``[max_requests, pages]`` it fills.
+    """The blocks of one block table and the table ``[max_requests, pages]`` they fill; ``kind`` is one of its pools.
 
     ``reached [max_requests]`` counts the pages a request ever had, those freed behind its window included.
     """
 
+    kind: CachePool
     pool: BlockPool
-    compress_ratio: int
     table: Int32Array
     reached: npt.NDArray[np.int64]
-
-    def pages(self, tokens: int) -> int:
-        return _pages(self.pool.name, self.compress_ratio, tokens)
 
 
 class PageAllocator:
@@ -99,11 +90,11 @@ class PageAllocator:
         self.max_tokens = max_tokens
         self._tables: dict[str, _PagedTable] = {}
         for pool in cache_pools(config):
-            name, ratio = pool.block_table, pool.compress_ratio
+            name, pages = pool.block_table, pool.blocks_for(SourceTokens(max_tokens))
             if name not in self._tables:
-                table = np.full((max_requests, _pages(name, ratio, max_tokens)), NO_BLOCK, dtype=np.int32)
+                table = np.full((max_requests, pages), NO_BLOCK, dtype=np.int32)
                 reached = np.zeros(max_requests, dtype=np.int64)
-                self._tables[name] = _PagedTable(BlockPool(name, blocks[name]), ratio, table, reached)
+                self._tables[name] = _PagedTable(pool, BlockPool(name, blocks[name]), table, reached)
         self._rows = BlockPool("requests", max_requests)
 
     @property
@@ -113,7 +104,7 @@ class PageAllocator:
 
     def admit(self) -> int:
         """A row for a new request, with its state block. Errors: :class:`PoolError` when there is none."""
-        states = [p for name, p in self._tables.items() if name.endswith("_state")]
+        states = [paged for paged in self._tables.values() if not paged.kind.is_paged]
         for pool in (self._rows, *(p.pool for p in states)):
             pool.require(1, "a new request")
         row = int(self._rows.lend(1)[0])
@@ -129,10 +120,10 @@ class PageAllocator:
         if tokens > self.max_tokens:
             raise PoolError(f"request row {row}", f"{tokens} tokens", f"at most {self.max_tokens} tokens")
         for paged in self._tables.values():
-            missing = paged.pages(tokens) - int(paged.reached[row])
+            missing = paged.kind.blocks_for(SourceTokens(tokens)) - int(paged.reached[row])
             paged.pool.require(max(0, missing), f"request row {row} at {tokens} tokens")
         for paged in self._tables.values():
-            self._extend(paged, row, paged.pages(tokens))
+            self._extend(paged, row, paged.kind.blocks_for(SourceTokens(tokens)))
 
     @staticmethod
     def _extend(paged: _PagedTable, row: int, pages: int) -> None:
@@ -164,16 +155,10 @@ class PageAllocator:
 
     def compressed_block_tables(self, rows: Sequence[int]) -> dict[int, Int32Array]:
         """Per compression ratio ``[B, pages]``."""
-        tables = {
-            p.block_table: p.compress_ratio for p in cache_pools(self.config) if p.block_table.endswith("_cmp_kv")
-        }
-        return {ratio: self._tables[name].table[list(rows)] for name, ratio in tables.items()}
+        ratios = {self.config.compress_ratios[layer] for layer in self.config.kv_source_layer_ids}
+        return {ratio: self._tables[compressed_table(ratio)].table[list(rows)] for ratio in ratios}
 
     def state_block_tables(self, rows: Sequence[int]) -> dict[int, Int32Array]:
         """Per KV source with a compressor state ``[B, 1]``."""
-        return {
-            layer: self._tables[pool.block_table].table[list(rows)]
-            for pool in cache_pools(self.config)
-            if pool.block_table.endswith("_state")
-            for layer in pool.owner_layers
-        }
+        states = (paged for paged in self._tables.values() if not paged.kind.is_paged)
+        return {layer: paged.table[list(rows)] for paged in states for layer in paged.kind.owner_layers}

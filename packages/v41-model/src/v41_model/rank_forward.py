@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from v41_config import ForwardMetadata, ModelConfig, ParallelLayout
+from v41_config import PADDING_ID, DpGroupMetadata, ModelConfig, ParallelLayout
 from v41_goldens.block import entry_streams
 from v41_goldens.capture import Capture
 from v41_goldens.forward_context import ForwardContext
@@ -22,7 +22,6 @@ from v41_model.layer_capture import COMPRESSOR_STATE
 from v41_model.lm_head import final_norm, lm_head
 from v41_model.operators import Operators
 from v41_model.rank_layer import RankStep, ResidualStreams, sequence_parallel_layer
-from v41_model.token_slab import PADDING_ID, GatheredRows, TokenMapping
 
 __all__ = ["RankModel"]
 
@@ -52,28 +51,27 @@ class RankModel:
         self,
         communicator: Communicator,
         token_ids: Tensor,
-        metadata: ForwardMetadata[Tensor],
+        group: DpGroupMetadata[Tensor],
         caches: PagedCaches,
         rope_tables: RopeTables,
         *,
         operators: Operators,
-        capacity: int | None = None,
         all_logits: bool = False,
         capture: Capture | None = None,
     ) -> Tensor:
         """Run one step of this rank's DP group.
 
-        ``token_ids`` INT32 ``[T]`` and ``metadata`` are the group's packed batch, equal on its ranks; T may be 0.
+        ``token_ids`` INT32 ``[T]`` and ``group`` are the packed batch and its slabs, equal on the group's ranks; T
+        may be 0.
         ``caches`` are this rank's own; inside a TP group their contents are equal, because all ranks read all keys.
-        ``capacity`` reserves slabs for more rows than T. Returns FP32 logits, equal on all ranks of the group:
+        Returns FP32 logits, equal on all ranks of the group:
         ``[T, V]`` with ``all_logits``, else ``[B', V]`` of the last row of each request that has rows, in batch
         order.
         """
         communicator.log.begin_step()
-        config, active = self.config, token_ids.shape[0]
-        mapping = TokenMapping(self.layout, active if capacity is None else capacity, active)
-        context = ForwardContext(config, metadata, caches, RopeRows(rope_tables), capture=capture)
-        step = RankStep(config, mapping, context, self.owners, communicator, operators)
+        config = self.config
+        context = ForwardContext(config, group.metadata, caches, RopeRows(rope_tables), capture=capture)
+        step = RankStep(config, group, context, self.owners, communicator, operators)
         streams = self._entry(step, token_ids)
         for layer in config.layers:
             streams = sequence_parallel_layer(step, layer, self.weights.layers[layer.layer_id], streams)
@@ -82,9 +80,7 @@ class RankModel:
 
     def _entry(self, step: RankStep, token_ids: Tensor) -> ResidualStreams:
         mapping = step.mapping
-        padded_ids = token_ids.new_full((mapping.padded_rows,), PADDING_ID)
-        padded_ids[: mapping.active] = token_ids
-        ids = GatheredRows(mapping, padded_ids)
+        ids = mapping.gathered(token_ids, PADDING_ID)
         embedded = embed_tokens(ids, self.weights.embed, self.config, step.communicator)
         _record(step, "embed_out", embedded.tokens)
         x_hc, pre_mix = entry_streams(embedded.tokens, self.config.hc_mult)

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from v41_config import LayerConfig, ModelConfig
+from v41_config import DpGroupMetadata, GatheredRows, LayerConfig, LocalRows, ModelConfig, SlabError, TokenMapping
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.weights import HyperConnectionWeights, LayerWeights
 from v41_model.collective_log import Site
 from v41_model.communicator import Communicator
-from v41_model.errors import SlabError
 from v41_model.expert_parallel import expert_parallel_moe
 from v41_model.operators import Operators
-from v41_model.token_slab import GatheredRows, LocalRows, TokenMapping
 
 __all__ = ["RankStep", "ResidualStreams", "sequence_parallel_layer"]
 
@@ -30,8 +28,8 @@ __all__ = ["RankStep", "ResidualStreams", "sequence_parallel_layer"]
 class ResidualStreams:
     """What a layer hands to the next: ``x_hc`` BF16 ``[T_local, HC, D]`` and ``pre_mix`` FP32 ``[T_local, HC]``."""
 
-    x_hc: LocalRows
-    pre_mix: LocalRows
+    x_hc: LocalRows[Tensor]
+    pre_mix: LocalRows[Tensor]
 
     def __post_init__(self) -> None:
         self.x_hc.require_same_side(self.pre_mix)
@@ -39,26 +37,29 @@ class ResidualStreams:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step of one rank: who it is, which rows it holds, and what its operators share.
+    """One step of one rank: what its group runs, which rows it holds, and what its operators share.
 
-    ``attention`` is the golden context of the whole group's packed batch (positions, pages, RoPE rows, selections);
-    ``expert_owners`` INT64 ``[E]``.
+    ``attention`` is the golden context of the group's packed batch (pages, RoPE rows, selections); ``expert_owners``
+    INT64 ``[E]``.
 
-    Errors: :class:`SlabError` when the context's positions are not one per gathered token.
+    Errors: :class:`v41_config.SlabError` when positions and gathered rows would come from different batches.
     """
 
     config: ModelConfig
-    mapping: TokenMapping
+    group: DpGroupMetadata[Tensor]
     attention: ForwardContext
     expert_owners: Tensor
     communicator: Communicator
     operators: Operators
 
     def __post_init__(self) -> None:
-        positions = self.attention.metadata.position_ids.shape[0]
-        if positions != self.mapping.active:
-            expected = f"{self.mapping.active} positions, one for each gathered token"
-            raise SlabError("attention metadata", f"{positions} positions", expected)
+        if self.attention.metadata is not self.group.metadata:
+            raise SlabError("attention context", "metadata of another batch", "the metadata of the group's own rows")
+
+    @property
+    def mapping(self) -> TokenMapping:
+        """Which packed rows each rank of the group holds."""
+        return self.group.mapping
 
     def record(self, layer: LayerConfig, name: str, rows: Tensor) -> None:
         """Capture this rank's token rows of one tensor, where somebody captures."""
@@ -75,7 +76,7 @@ def sequence_parallel_layer(
 
 def _attention_half(
     step: RankStep, layer: LayerConfig, weights: LayerWeights, streams: ResidualStreams
-) -> tuple[LocalRows, LocalRows]:
+) -> tuple[LocalRows[Tensor], LocalRows[Tensor]]:
     """The streams after attention, and the pre-mix that the MoE half collapses with."""
     ops, mapping, communicator = step.operators, step.mapping, step.communicator
     pre, post, comb = _mixes(step, layer, "attn", streams.x_hc, weights.hc_attn)
@@ -115,15 +116,15 @@ def _moe_half(step: RankStep, layer: LayerConfig, weights: LayerWeights, streams
     return ResidualStreams(x_hc, pre)
 
 
-def _sublayer_input(step: RankStep, streams: ResidualStreams, norm: Tensor) -> LocalRows:
+def _sublayer_input(step: RankStep, streams: ResidualStreams, norm: Tensor) -> LocalRows[Tensor]:
     """Collapse with the pre-mix of the sublayer before, then norm: BF16 ``[T_local, D]``."""
     ops, eps = step.operators, step.config.rms_norm_eps
     return streams.x_hc.map_tokens(lambda x, mix: ops.rms_norm(ops.mhc_pre(x, mix), norm, eps), streams.pre_mix)
 
 
 def _mixes(
-    step: RankStep, layer: LayerConfig, sublayer: str, x_hc: LocalRows, weights: HyperConnectionWeights
-) -> tuple[LocalRows, LocalRows, LocalRows]:
+    step: RankStep, layer: LayerConfig, sublayer: str, x_hc: LocalRows[Tensor], weights: HyperConnectionWeights
+) -> tuple[LocalRows[Tensor], LocalRows[Tensor], LocalRows[Tensor]]:
     """``pre [T_local, HC]``, ``post [T_local, HC]``, ``comb [T_local, HC, HC]`` of a sublayer, FP32, padding zero."""
     coefficients = step.operators.mhc_mixes(x_hc.tokens, weights, step.config)
     for name, value in zip(("pre", "post", "comb"), coefficients, strict=True):

@@ -60,6 +60,7 @@ class ModelSession:
         self.operators = operators or Operators()
         self._ranks = {model.rank: model for model in ranks}
         self._caches: dict[int, PagedCaches] = {}
+        self._blocks: dict[str, int] = {}
         self._rope_tables: RopeTables | None = None
         self._failure: Exception | None = None
         if sorted(self._ranks) != list(world.local_ranks):
@@ -100,6 +101,7 @@ class ModelSession:
         if not self._ranks:
             raise SessionError("ModelSession.allocate", "a closed session", "an open one")
         self._caches = {rank: PagedCaches.allocate(self.config, blocks) for rank in self._ranks}
+        self._blocks = dict(blocks)
         self._rope_tables = rope_tables(self.config, max_tokens)
         self._failure = None
 
@@ -117,26 +119,25 @@ class ModelSession:
         in the step, or of every row with ``all_logits``. ``capacity`` reserves the slabs of that many rows per DP
         group; by default slabs follow each group's own rows.
 
-        Errors: :class:`SessionError` when the session is poisoned or has no caches; :class:`RequestError` and
-        :class:`v41_config.MetadataError` for a batch that does not fit; :class:`WorldError` from the ranks.
+        Errors: :class:`SessionError` when the session is poisoned or has no caches; what
+        :meth:`StepBatch.lower` raises for a batch that does not fit; :class:`WorldError` from the ranks.
         """
         tables = self._ready(batches)
-        longest = max(len(batch.token_ids) for batch in batches)
-        if capacity is not None and capacity < longest:
-            raise SessionError("ModelSession.step", f"capacity {capacity}", f"at least {longest}, the rows of a batch")
-        lowered = [batch.lower(self.config) for batch in batches]
+        lowered = [
+            batch.lower(self.config, self.layout, dp_rank, capacity=capacity, pool_blocks=self._blocks)
+            for dp_rank, batch in enumerate(batches)
+        ]
 
         def rank_program(communicator: Communicator) -> tuple[Tensor, Capture | None]:
-            token_ids, metadata = lowered[self.layout.dp_rank(communicator.rank)]
+            token_ids, group = lowered[self.layout.dp_rank(communicator.rank)]
             recorder = Capture() if capture else None
             logits = self._ranks[communicator.rank].forward(
                 communicator,
                 token_ids,
-                metadata,
+                group,
                 self._caches[communicator.rank],
                 tables,
                 operators=self.operators,
-                capacity=capacity,
                 all_logits=all_logits,
                 capture=recorder,
             )
@@ -148,10 +149,10 @@ class ModelSession:
             self._failure = error
             raise
         outputs = []
-        for group, (_, metadata) in enumerate(lowered):
-            ranks = results[group * self.layout.tp : (group + 1) * self.layout.tp]
+        for _, group in lowered:
+            ranks = [results[rank] for rank in group.mapping.ranks]
             captures = tuple(recorder for _, recorder in ranks if recorder is not None)
-            outputs.append(GroupOutput(ranks[0][0], all_logits, captures, metadata))
+            outputs.append(GroupOutput(ranks[0][0], all_logits, captures, group.metadata))
         return outputs
 
     def close(self) -> None:

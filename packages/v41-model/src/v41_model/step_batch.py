@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from v41_config import ForwardMetadata, ModelConfig, build_forward_metadata
+from v41_config import DpGroupMetadata, ModelConfig, ParallelLayout, TokenMapping, build_forward_metadata
 from v41_model.errors import RequestError
 
 __all__ = ["StepBatch"]
@@ -55,12 +55,22 @@ class StepBatch:
         )
 
     def lower(
-        self, config: ModelConfig, device: torch.device | str = "cpu"
-    ) -> tuple[torch.Tensor, ForwardMetadata[torch.Tensor]]:
-        """Check the batch and turn it into tensors: token ids INT32 ``[T]`` and metadata.
+        self,
+        config: ModelConfig,
+        layout: ParallelLayout,
+        dp_rank: int,
+        *,
+        capacity: int | None = None,
+        pool_blocks: Mapping[str, int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> tuple[torch.Tensor, DpGroupMetadata[torch.Tensor]]:
+        """Check the batch and turn it into tensors: token ids INT32 ``[T]``, metadata and slabs.
+
+        ``dp_rank`` is the group that runs it, ``capacity`` what slabs are cut from (T by default), ``pool_blocks`` the
+        blocks there are per block table.
 
         Errors: :class:`RequestError` for an id outside the vocabulary, :class:`v41_config.MetadataError` for tables
-        or lengths that do not fit.
+        or lengths that do not fit, :class:`v41_config.LayoutError` for a capacity below T.
         """
         outside = np.flatnonzero((self.token_ids < 0) | (self.token_ids >= config.vocab_size))
         if len(outside):
@@ -73,6 +83,9 @@ class StepBatch:
             self.window_block_table,
             self.compressed_block_tables,
             self.state_block_tables,
+            pool_blocks=pool_blocks,
         )
-        token_ids = np.ascontiguousarray(self.token_ids, dtype=np.int32)
-        return torch.from_numpy(token_ids).to(device), metadata.to_torch(device)
+        count = len(self.token_ids)
+        mapping = TokenMapping(layout, dp_rank, count if capacity is None else capacity, count)
+        token_ids = torch.from_numpy(np.ascontiguousarray(self.token_ids, dtype=np.int32))
+        return token_ids.to(device), DpGroupMetadata(mapping, metadata).to_torch(device)
