@@ -102,7 +102,7 @@ def _scales(rows: int, columns: int, size: float, generator: torch.Generator) ->
     return codes.view(torch.float8_e8m0fnu)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Small operators gain nothing from a second thread, and lose a lot where another process has the core."""
     before = torch.get_num_threads()
