@@ -12,18 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from v41_config.model_config import ModelConfig
-from v41_loader.errors import ScaleNanError, ShardingError, UnknownTensorError
-from v41_loader.inventory import Inventory, StoredTensor, read_inventory
-from v41_loader.source_files import open_source, require_unchanged
+from v41_loader.errors import ShardingError, UnknownTensorError
+from v41_loader.inventory import Inventory, read_inventory
+from v41_loader.scale_codes import require_numbers
+from v41_loader.source_files import reopen_source, require_unchanged
 from v41_loader.tensor_ranges import read_range
 from v41_loader.torch_dtypes import TORCH_DTYPES
-
-_E8M0_NAN = 255
 
 
 def open_checkpoint(
@@ -88,7 +85,7 @@ class Checkpoint:
         require_unchanged(fd, source)
         shape[axis] = stop - start
         if stored.expected.dtype == "F8_E8M0":
-            _require_numbers(data, stored, shape)
+            require_numbers(data.reshape(shape), name, stored.file)
         return torch.from_numpy(data).view(TORCH_DTYPES[stored.expected.dtype]).reshape(shape)
 
     def close(self) -> None:
@@ -106,15 +103,5 @@ class Checkpoint:
 
     def _opened(self, file: str) -> int:
         if file not in self._descriptors:
-            source = self.inventory.files[file]
-            fd, _ = self._files.enter_context(open_source(source.path.parent, source.path.name))
-            require_unchanged(fd, source)
-            self._descriptors[file] = fd
+            self._descriptors[file] = self._files.enter_context(reopen_source(self.inventory.files[file]))
         return self._descriptors[file]
-
-
-def _require_numbers(codes: npt.NDArray[np.uint8], stored: StoredTensor, shape: list[int]) -> None:
-    """Refuse NaN scales: one poisons a whole tile, and a reader that ignores NaN makes it 2^128."""
-    if codes.max(initial=0) == _E8M0_NAN:
-        at = [int(index) for index in np.unravel_index(codes.argmax(), shape)]
-        raise ScaleNanError(f"{stored.expected.name}{at} in {stored.file}", _E8M0_NAN, "an E8M0 code from 0 to 254")

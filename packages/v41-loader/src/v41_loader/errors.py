@@ -108,8 +108,44 @@ class FileReadError(CheckpointError):
     """A file cannot be opened, or the device fails to give its bytes."""
 
 
+class ManifestError(CheckpointError):
+    """The manifest of a sharded directory is missing, malformed, or disagrees with what stands beside it."""
+
+
+class MissingRankError(CheckpointError):
+    """A sharded directory lacks a rank."""
+
+
+class DigestMismatchError(CheckpointError):
+    """Bytes are not those whose digest the manifest states."""
+
+
+class ScalePairingError(CheckpointError):
+    """A weight and its scale are not together, or not cut alike."""
+
+
+class WeightLayoutError(CheckpointError):
+    """Shards hold their weights in another byte layout than the reader takes."""
+
+
 class ShardingError(V41Error):
     """A tensor cannot be cut as the layout asks."""
+
+
+class OutputError(V41Error):
+    """Shards cannot be written where or as asked."""
+
+
+class OutputConflictError(OutputError):
+    """The output directory holds what must not be mixed with the shards: foreign files, other shards, another run."""
+
+
+class OutputWriteError(OutputError):
+    """The file system failed to take bytes."""
+
+
+class DiskFullError(OutputWriteError):
+    """The file system has no room, or the quota is used up."""
 
 
 class SynthesisError(V41Error):

@@ -22,7 +22,7 @@ from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
 from v41_loader.header import TensorEntry, read_header
 from v41_loader.index import INDEX_FILE, CheckpointIndex, read_index
 from v41_loader.rules import TensorGroup
-from v41_loader.source_files import SourceFile, open_source
+from v41_loader.source_files import SourceFile, open_source, require_unchanged
 
 CONFIG_FILE = "config.json"
 NOT_COMPARABLE = "not comparable with the released model"
@@ -56,6 +56,8 @@ class Inventory:
     config: ModelConfig
     files: Mapping[str, SourceFile]
     tensors: Mapping[str, StoredTensor]
+    config_file: SourceFile | None = None
+    """The `config.json` that `config` was read from; None where it was given."""
 
     @property
     def notice(self) -> str | None:
@@ -95,7 +97,9 @@ def read_inventory(
     root = Path(allowed_root) if allowed_root is not None else None
     if not directory.is_dir():
         raise CheckpointNotFoundError(str(directory), "no directory", "a checkpoint directory")
-    config = config or _read_config(directory, root)
+    config_file = None
+    if config is None:
+        config, config_file = _read_config(directory, root)
     if config.engram and not without_engram:
         raise EngramCheckpointError(
             str(directory),
@@ -113,12 +117,15 @@ def read_inventory(
                     raise DuplicateTensorError(f"{name} in {file}", place[name][0], "a tensor in one file")
                 place[name] = file, entry
     _compare_with_index(index, place)
-    return Inventory(directory, config, files, _compare_with_config(config, place, index.total_size))
+    tensors = _compare_with_config(config, place, index.total_size)
+    return Inventory(directory, config, files, tensors, config_file)
 
 
-def _read_config(directory: Path, root: Path | None) -> ModelConfig:
-    with open_source(directory, CONFIG_FILE, root) as (_, source):
-        return ModelConfig.from_json(source.path)
+def _read_config(directory: Path, root: Path | None) -> tuple[ModelConfig, SourceFile]:
+    with open_source(directory, CONFIG_FILE, root) as (fd, source):
+        config = ModelConfig.from_json(source.path)
+        require_unchanged(fd, source)
+        return config, source
 
 
 def _compare_with_index(index: CheckpointIndex, place: Mapping[str, tuple[str, TensorEntry]]) -> None:

@@ -61,3 +61,32 @@ def _items(tensor: ExpectedTensor, axis: int, edge: int, count: int, layout: Par
             f"a cut between tiles of {tensor.rule.item_extents[axis]}",
         )
     return items
+
+
+@dataclass(frozen=True)
+class SharedPart:
+    """A part of a tensor, and the ranks that hold it."""
+
+    part: RankPart
+    ranks: tuple[int, ...]
+
+
+def tensor_parts(tensor: ExpectedTensor, config: ModelConfig, layout: ParallelLayout) -> tuple[SharedPart, ...]:
+    """The different parts of a tensor, in the order in which they make it up: one per TP rank where TP cuts it, else
+    the whole; none of a skipped group. Errors as `rank_part`, which says the same from the side of one rank.
+    """
+    world = range(layout.world_size)
+    match tensor.rule.partition:
+        case Partition.SKIPPED:
+            return ()
+        case Partition.REPLICATED:
+            return (SharedPart(RankPart(tensor.shape), tuple(world)),)
+        case Partition.EXPERTS:
+            assert tensor.expert is not None
+            return (SharedPart(RankPart(tensor.shape), (layout.expert_owner(config, tensor.expert),)),)
+    parts = []
+    for tp_rank in range(layout.tp):
+        part = rank_part(tensor, config, layout, tp_rank)
+        assert part is not None
+        parts.append(SharedPart(part, tuple(rank for rank in world if layout.tp_rank(rank) == tp_rank)))
+    return tuple(parts)

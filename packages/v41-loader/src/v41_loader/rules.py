@@ -13,6 +13,9 @@ from enum import Enum
 
 from v41_config.model_config import MX_GROUP, DraftingConfig, EngramConfig, ModelConfig, VisionConfig
 
+RULES_VERSION = 1
+"""Stands in every manifest; another number whenever a rule changes which bytes a rank holds."""
+
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 """Bytes of one stored item of each safetensors dtype that the release uses."""
 

@@ -92,6 +92,18 @@ def open_source(
         os.close(fd)
 
 
+@contextmanager
+def reopen_source(source: SourceFile) -> Iterator[int]:
+    """Open a file that was checked before, for reading: its file descriptor.
+
+    Raises:
+        SourceChangedError: it is not the file that was checked; and what `open_source` raises.
+    """
+    with open_source(source.path.parent, source.path.name) as (fd, _):
+        require_unchanged(fd, source)
+        yield fd
+
+
 def read_document(directory: Path, name: str, allowed_root: Path | None = None) -> bytes:
     """A whole small file.
 

@@ -1,0 +1,51 @@
+"""Runs jobs on threads: started in order, a few at a time, within a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+_JOBS_PER_THREAD = 4
+"""Enough waiting that no thread idles while the caller looks at a result, and no more than that opened ahead."""
+
+
+@dataclass(frozen=True)
+class Job(Generic[R]):
+    """Something to do; `cost` is the memory it needs meanwhile, in bytes."""
+
+    run: Callable[[], R]
+    cost: int = 0
+
+
+def run_jobs(jobs: Iterable[Job[R]], threads: int, budget: int = 0) -> Iterator[R]:
+    """The results of jobs as they are ready. `jobs` is consumed from the calling thread, little ahead of the work.
+
+    Jobs under way cost at most `budget` bytes together; one that costs more runs alone. The first job to fail ends the
+    others (those that have begun finish) and its error is raised.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        costs: dict[Future[R], int] = {}
+        ready: SimpleQueue[Future[R]] = SimpleQueue()
+
+        def next_result() -> R:
+            future = ready.get()
+            del costs[future]
+            return future.result()
+
+        try:
+            for job in jobs:
+                while costs and (len(costs) >= threads * _JOBS_PER_THREAD or sum(costs.values()) + job.cost > budget):
+                    yield next_result()
+                future = pool.submit(job.run)
+                costs[future] = job.cost
+                future.add_done_callback(ready.put)
+            while costs:
+                yield next_result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
