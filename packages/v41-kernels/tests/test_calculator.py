@@ -66,8 +66,11 @@ def test_a_build_that_fails_leaves_no_library(
     (pypto.calculator_source / "CMakeLists.txt").write_text('message(FATAL_ERROR "the reason")\n')
     with pytest.raises(CalculatorBuildError, match="the reason") as caught:
         calculator_library(pypto, tmp_path / "cache")
-    assert str(caught.value.found).startswith("exit status 1")
-    assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"] == []
+    assert str(caught.value.found).startswith("exit status 1: CMake Error")
+    left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert [path.name for path in left] == ["build.log"]
+    assert f"(output in {left[0]})" in caught.value.where
+    assert "the reason" in left[0].read_text()
 
 
 def test_one_of_many_builds(tmp_path: Path, pypto: PyptoInstall, monkeypatch: pytest.MonkeyPatch) -> None:

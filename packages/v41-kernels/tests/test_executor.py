@@ -76,7 +76,7 @@ def assert_works(executor: Executor) -> None:
         ("killed", Tier.GRAPH, KernelCrashError, "killed by SIGSEGV"),
         ("exits", Tier.GRAPH, KernelCrashError, "ended with status 7; log ends in: last words of the worker, N = 32"),
         ("no_such_module", Tier.GRAPH, KernelExecutionError, "ModuleNotFoundError"),
-        ("overflowing", Tier.PASSES, KernelExecutionError, "Run pass failed"),
+        ("overflowing", Tier.PASSES, KernelExecutionError, "exceeds MEM_UB size"),
         ("spilling", Tier.PASSES, PassVerificationError, "Pass_36_CodegenPreproc.*COPY_IN"),
     ],
 )

@@ -114,6 +114,8 @@ def _key(pypto: PyptoInstall, standard: int) -> str:
 def _build(source: Path, library: Path, standard: int) -> None:
     cmake = find_cmake()
     c_compiler, cxx_compiler = find_compilers()
+    log = library.with_name("build.log")  # stays if the build fails
+    log.unlink(missing_ok=True)
     # In the library's own directory, so that the rename at the end stays on one file system.
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as scratch:
         build = Path(scratch) / "build"
@@ -128,13 +130,14 @@ def _build(source: Path, library: Path, standard: int) -> None:
         }
         if standard != 17:
             settings["CMAKE_PROJECT_INCLUDE"] = str(_raise_standard(Path(scratch), standard))
-        _run([cmake, "-S", source, "-B", build, *(f"-D{name}={value}" for name, value in settings.items())])
-        _run([cmake, "--build", build, "--parallel", "2"])
-        _run([cmake, "--install", build])
+        _run([cmake, "-S", source, "-B", build, *(f"-D{name}={value}" for name, value in settings.items())], log)
+        _run([cmake, "--build", build, "--parallel", "2"], log)
+        _run([cmake, "--install", build], log)
         built = Path(scratch) / "install" / "lib" / LIBRARY
         if not built.is_file():
             raise CalculatorBuildError(f"cmake --install {build}", "no such file", f"{built.name} in its lib directory")
         os.replace(built, library)
+    log.unlink()
 
 
 def _raise_standard(scratch: Path, standard: int) -> Path:
@@ -144,14 +147,22 @@ def _raise_standard(scratch: Path, standard: int) -> Path:
     return include
 
 
-def _run(command: Sequence[str | Path]) -> None:
+def _run(command: Sequence[str | Path], log: Path) -> None:
     shown = " ".join(str(part) for part in command)
-    try:
-        completed = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CalculatorBuildError(shown, "still running", f"an end within {error.timeout:.0f} s") from None
+    with open(log, "ab") as output:
+        try:
+            completed = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, timeout=BUILD_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CalculatorBuildError(shown, "still running", f"an end within {error.timeout:.0f} s") from None
     if completed.returncode != 0:
-        end = completed.stdout[-2000:].strip()
-        raise CalculatorBuildError(shown, f"exit status {completed.returncode}, output ending in: {end}", "success")
+        found = f"exit status {completed.returncode}: {_first_error(log.read_text(errors='replace'))}"
+        raise CalculatorBuildError(f"{shown} (output in {log})", found, "success")
+
+
+def _first_error(output: str) -> str:
+    """The first line that speaks of an error and what follows it, short enough for a message."""
+    lines = output.splitlines()
+    first = next((number for number, line in enumerate(lines) if "error" in line.lower()), -5)
+    return " ".join(" ".join(lines[first:]).split())[:250]

@@ -16,6 +16,7 @@ import glob
 import importlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -78,11 +79,16 @@ class Interpreter:
     ) -> tuple[PassCheck, ...]:
         """Compiles and executes `entry` on `tensors` (by parameter name), writing `destinations` in place.
 
-        Gives the checks made after passes (none in the graph tier). Errors: `PassVerificationError`,
-        `KernelExecutionError` if values are missing, and whatever pypto raises.
+        Gives the checks made after passes (none in the graph tier). Errors: `PassVerificationError`;
+        `KernelExecutionError` if pypto raises anything or values are missing.
         """
         with self._output_directory() as output:
-            self._compile(entry, tensors, destinations, tier, tolerance)
+            logged = self._log_sizes()
+            try:
+                self._compile(entry, tensors, destinations, tier, tolerance)
+            except Exception as error:
+                found = self._first_logged_error(logged) or _without_frames(error)
+                raise KernelExecutionError(where, found, "a kernel that compiles and runs") from error
             verified = self._only(where, f"{output}/output_*/verify_*")
             order = _parameters(entry)
             for name in destinations:
@@ -153,6 +159,21 @@ class Interpreter:
                 os.environ[_OUTPUT_VARIABLE] = before
             shutil.rmtree(directory, ignore_errors=True)
 
+    def _log_sizes(self) -> dict[Path, int]:
+        return {log: log.stat().st_size for log in self._scratch.rglob("pypto-log-*.log")}
+
+    def _first_logged_error(self, before: dict[Path, int]) -> str | None:
+        """What the compiler logged first since `before`: the cause, where its exception names a consequence."""
+        for log in self._log_sizes():
+            with open(log, encoding="utf-8", errors="replace") as file:
+                file.seek(before.get(log, 0))
+                for line in file:
+                    # [ERROR] PYPTO(1):2026-11-30 03:10:48 [schedule_base.h:358][PASS]:the message; the verifier logs as
+                    # an error, too, that values differ from the stand-ins.
+                    if "[ERROR]" in line and "[VERIFY]" not in line:
+                        return line.split("]:", 1)[-1].strip()
+        return None
+
     @staticmethod
     def _only(where: str, pattern: str) -> Path:
         found = glob.glob(pattern)
@@ -182,6 +203,12 @@ def contained_import() -> Iterator[None]:
 def _parameters(entry: Callable[..., None]) -> tuple[str, ...]:
     code = entry.__code__
     return code.co_varnames[: code.co_argcount]
+
+
+def _without_frames(error: Exception) -> str:
+    """The message of a pypto exception without the pages of C++ frames behind it."""
+    reason = re.split(r"lib\w+(?:\.so)?\(", str(error), maxsplit=1)[0]
+    return f"{type(error).__name__}: {' '.join(reason.split())}"
 
 
 def _wrap(jit: Callable[[Callable[..., None]], Callable[..., None]], entry: Callable[..., None]) -> Callable[..., None]:

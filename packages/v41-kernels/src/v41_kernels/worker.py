@@ -26,7 +26,7 @@ from v41_kernels.canary import check_canary
 from v41_kernels.interpreter import Interpreter
 from v41_kernels.tiers import Tier
 
-_MESSAGE_CHARACTERS = 800
+_MESSAGE_CHARACTERS = 290
 
 
 def main() -> int:
@@ -78,8 +78,7 @@ def _describe(error: Exception) -> dict[str, Any]:
     if isinstance(error, V41Error):
         found = error.found if isinstance(error.found, (str, int, float)) else repr(error.found)
         return {"type": type(error).__name__, "where": error.where, "found": found, "expected": error.expected}
-    # pypto's messages go on with pages of C++ frames; what went wrong stands at the beginning.
-    return {"type": None, "found": f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARACTERS]}"}
+    return {"type": None, "found": f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]}
 
 
 def _answer(replies: TextIO, answer: dict[str, Any]) -> None:

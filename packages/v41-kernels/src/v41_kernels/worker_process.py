@@ -122,7 +122,7 @@ class WorkerProcess:
         return f"worker ended with status {status}"
 
     def _log_end(self) -> str:
-        return self._log.read_bytes()[-2000:].decode(errors="replace").strip() or "(empty)"
+        return self._log.read_bytes()[-200:].decode(errors="replace").strip() or "(empty)"
 
 
 def _environment(scratch: Path) -> dict[str, str]:
