@@ -74,7 +74,7 @@ def test_classes_and_item_sizes_are_the_same() -> None:
         <= {group.name for group in TensorGroup}
     )
     for name, dtype in DTYPES.items():
-        assert DTYPE_BYTES[name] == DATA_TYPE_BYTES[dtype]  # type: ignore[index]
+        assert DTYPE_BYTES[name] == DATA_TYPE_BYTES[dtype]
 
 
 def changed(operand: str, **values: object) -> Iterable[tuple[str, WeightSpec]]:
