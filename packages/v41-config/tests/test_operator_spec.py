@@ -158,18 +158,28 @@ def test_a_bound_operator_knows_every_size_beforehand() -> None:
 @pytest.mark.parametrize(
     ("extents", "where"),
     [
-        ({"T": 3, "B": 2}, "N"),
-        ({"T": 3, "B": 2, "N": 5, "R": 1}, "R"),
+        ({"B": 2}, "bind"),
+        ({"T": 3, "B": 2, "N": 5, "R": -1}, "R"),
+        ({"T": 3, "B": 2, "N": 5, "T_local": 3}, "T_local"),
+        ({"T": 3, "B": 2, "N": 5, "X": 3}, "X"),
         ({"T": 3, "B": 2, "N": 5, "D": 256}, "D"),
         ({"T": -1, "B": 2, "N": 5}, "T"),
         ({"T": True, "B": 2, "N": 5}, "T"),
         ({"T": 3.0, "B": 2, "N": 5}, "T"),
     ],
 )
-def test_bind_wants_exactly_the_extents_that_nothing_else_gives(extents: dict[str, Any], where: str) -> None:
+def test_bind_wants_the_extents_that_nothing_else_gives(extents: dict[str, Any], where: str) -> None:
     with pytest.raises(OperatorError) as caught:
         SCALE.bind(TINY, **extents)
     assert caught.value.where == f"scale: {where}"
+
+
+def test_one_set_of_extents_serves_every_operator_and_all_that_is_missing_is_named() -> None:
+    assert SCALE.bind(TINY, T=3, B=2, N=5, R=9) == SCALE.bind(TINY, T=3, B=2, N=5)
+    with pytest.raises(OperatorError) as caught:
+        SCALE.bind(TINY, B=2)
+    assert caught.value.found == "no T, N"
+    assert "N, outputs of a linear" in caught.value.expected
 
 
 def test_bind_refuses_a_layout_that_does_not_divide() -> None:

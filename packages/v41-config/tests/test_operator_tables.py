@@ -115,7 +115,7 @@ EXTENTS = {"T": 8, "B": 3, "R": 12, "G": 3, "LOGIT_ROWS": 3, "CAPACITY": 4096, "
 @pytest.mark.parametrize(("name", "tensor", "shape"), EIGHT_TOKENS)
 def test_shapes_of_the_published_example(name: str, tensor: str, shape: tuple[int, ...]) -> None:
     spec = find_operator(name)
-    bound = spec.bind(FLASH, ParallelLayout(4, 2), **{symbol: EXTENTS[symbol] for symbol in spec.given})
+    bound = spec.bind(FLASH, ParallelLayout(4, 2), **EXTENTS)
     assert bound.shapes[tensor] == shape
 
 
@@ -165,7 +165,7 @@ def test_only_modes_that_score_have_a_score_budget_and_only_owners_write_their_c
 def test_cache_operands_are_the_pools_of_the_cache_abi() -> None:
     spec = find_operator("decode_attn_c2a_full")
     for config in (FLASH, TINY):
-        bound = spec.bind(config, ParallelLayout(), **{symbol: EXTENTS[symbol] for symbol in spec.given})
+        bound = spec.bind(config, ParallelLayout(), **EXTENTS)
         pools = {pool.name: pool for pool in cache_pools(config)}
         for operand, name in (("window_kv", "window"), ("compressed_kv", "c2a_cmp_kv"), ("index_key", "c2a_index_key"),
                               ("state_cache", "c2a_state")):  # fmt: skip

@@ -94,19 +94,20 @@ class OperatorSpec:
         """Concrete shapes for a model, a layout (one rank where None) and the extents of a call.
 
         Args:
-            extents: a size for each of `given`, such as `T=192, B=32`; 0 is a size.
+            extents: a size for each of `given`, such as `T=192, B=32`; 0 is a size. Those that this operator has no
+                use for are let by, so that one set serves all operators of a step.
 
         Raises:
-            OperatorError: an extent that is missing, unknown, or not an integer of at least 0.
+            OperatorError: an extent that is missing, that no call gives, or that is no integer of at least 0.
             LayoutError: the layout does not divide the model.
         """
         layout = layout or ParallelLayout()
         for symbol, extent in extents.items():
-            if symbol not in self.given:
-                raise OperatorError(f"{self.name}: {symbol}", extent, f"extents {_listed(self.given)}")
-        sizes = model_sizes(config, layout)
-        for symbol in self.given:
-            sizes[symbol] = self._extent(symbol, extents.get(symbol))
+            self._check_extent(symbol, extent)
+        if missing := [symbol for symbol in self.given if symbol not in extents]:
+            meanings = "; ".join(f"{symbol}, {DIMENSIONS[symbol].meaning}" for symbol in missing)
+            raise OperatorError(f"{self.name}: bind", f"no {', '.join(missing)}", f"sizes of {meanings}")
+        sizes = model_sizes(config, layout) | {symbol: extents[symbol] for symbol in self.given}
         for symbol in self.symbols:
             of_call = DIMENSIONS[symbol].of_call
             if of_call is not None:
@@ -115,10 +116,12 @@ class OperatorSpec:
         constants = {s.name: s.resolve(config) for s in self.scalars if isinstance(s, ConstantSpec)}
         return BoundOperator(self, tensors, {symbol: sizes[symbol] for symbol in self.symbols}, constants)
 
-    def _extent(self, symbol: str, extent: object) -> int:
+    def _check_extent(self, symbol: str, extent: object) -> None:
+        if symbol not in DIMENSIONS or not DIMENSIONS[symbol].given:
+            givable = [d.symbol for d in DIMENSIONS.values() if d.given]
+            raise OperatorError(f"{self.name}: {symbol}", extent, f"extents among {_listed(givable)}")
         if isinstance(extent, bool) or not isinstance(extent, int) or extent < 0:
             raise OperatorError(f"{self.name}: {symbol}", extent, f"{DIMENSIONS[symbol].meaning}, at least 0")
-        return extent
 
     def size(self, tensor: TensorSpec, dim: Dim, sizes: Mapping[str, int]) -> int:
         """One dimension of a tensor, given the size of each of its symbols.
