@@ -85,7 +85,7 @@ def test_a_failure_names_the_kernel_and_the_next_run_works(
 ) -> None:
     given = arguments(*SHAPES.get(kernel, (8, 32)))
     with pytest.raises(kind, match=reason) as caught:
-        faulty.run(kernel, tier=tier, x=given["x"], out=given["out"])
+        faulty.run(kernel, tier, x=given["x"], out=given["out"])
     assert isinstance(caught.value, KernelExecutionError)
     assert f"kernel {kernel} (tier {tier.value})" in caught.value.where
     assert torch.equal(given["out"], torch.full_like(given["out"], -7.0))
@@ -96,7 +96,7 @@ def test_a_failure_names_the_kernel_and_the_next_run_works(
 def test_faults_of_the_passes_do_not_show_in_the_tensor_graph(faulty: Executor, kernel: str) -> None:
     """So the two tiers are different things; and the faulty kernels fail for the reason given, not for a typo."""
     given = arguments(*SHAPES[kernel])
-    faulty.run(kernel, tier=Tier.GRAPH, x=given["x"], out=given["out"])
+    faulty.run(kernel, Tier.GRAPH, x=given["x"], out=given["out"])
     assert torch.equal(given["out"], given["x"] * 2)
 
 
@@ -153,7 +153,7 @@ x = torch.ones(3, 32, dtype=torch.bfloat16)
 out = torch.zeros_like(x)
 with Executor(cache_directory=Path({str(executor._cache_directory)!r})) as started:
     for tier in Tier:
-        started.run("rms_norm", x=x, weight=x[0].clone(), out=out, tier=tier)
+        started.run("rms_norm", tier, x=x, weight=x[0].clone(), out=out)
         assert torch.equal(out, x)
     print(started._worker._process.pid)
     during = os.listdir(tempfile.gettempdir())

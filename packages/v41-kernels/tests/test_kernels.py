@@ -72,7 +72,7 @@ class RmsNorm:
     def run(self, executor: Executor, tier: Tier) -> Tensor:
         out = torch.full_like(self.x, PADDING)
         run = executor.run(
-            "rms_norm", x=self.x, weight=self.weight, num_tokens=self.active, eps=self.eps, out=out, tier=tier
+            "rms_norm", tier, x=self.x, weight=self.weight, num_tokens=self.active, eps=self.eps, out=out
         )
         assert_passes_were_judged(run, self.active)
         return out
@@ -179,7 +179,7 @@ class RopeRows:
         cos, sin = torch.full(shape, PADDING), torch.full(shape, PADDING)
         run = executor.run(
             "materialize_rope_rows",
-            tier=tier,
+            tier,
             freqs_cos=self.freqs_cos,
             freqs_sin=self.freqs_sin,
             position_ids=self.position_ids,
@@ -281,7 +281,7 @@ class MhcPost:
         out = torch.full_like(self.x_hc, PADDING)
         run = executor.run(
             "mhc_post",
-            tier=tier,
+            tier,
             y=self.y,
             x_hc=self.x_hc,
             post=self.post,

@@ -79,12 +79,12 @@ class Executor:
                 self._worker.stop()
                 self._worker = None
 
-    def run(self, name: str, /, *, tier: Tier | None = None, **arguments: object) -> KernelRun:
+    def run(self, name: str, tier: Tier | None = None, /, **arguments: object) -> KernelRun:
         """Executes an operator: `executor.run("rms_norm", x=x, weight=weight, out=out, num_tokens=3)`.
 
         Args:
             name: an operator of the registry.
-            tier: instead of the executor's.
+            tier: if not the executor's.
             arguments: the contract's tensors, in CPU memory and contiguous, and scalars. A count that is left out
                 means all rows, a constant has its default.
 
