@@ -202,3 +202,32 @@ def test_tables_of_an_empty_batch() -> None:
         build_forward_metadata(TINY, [0], [], [[1]], {1: [], 2: []}, {2: [], 4: []})
     with pytest.raises(MetadataError, match="rectangular"):
         build_forward_metadata(TINY, [0], [], [[1], [1, 2]], {1: [], 2: []}, {2: [], 4: []})
+
+
+def test_a_request_without_tokens_owns_nothing_yet() -> None:
+    allowed = copy.deepcopy(arguments())
+    for change in (
+        put("kv_seq_lens", 2, value=0),
+        put(STATE, 2, 2, value=[0]),
+        put(WINDOW, 2, 0, value=5),
+        put(COMPRESSED, 1, 2, 0, value=12),
+        put(COMPRESSED, 2, 2, 0, value=21),
+    ):
+        change(allowed)
+    assert build_forward_metadata(**allowed).new_kv_seq_lens.tolist() == [302, 140, 0]
+
+
+def test_a_table_may_be_too_short_for_a_request_that_does_not_run() -> None:
+    """300 tokens stored, swapped out: one page in the tables, which are as wide as the running request needs."""
+    batch: Arguments = {
+        "config": TINY,
+        "query_start_loc": [0, 1, 1],
+        "kv_seq_lens": [5, 300],
+        "window_block_table": [[4], [5]],
+        "compressed_block_tables": {1: [[4], [5]], 2: [[4], [5]]},
+        "state_block_tables": {2: [[0], [1]], 4: [[0], [1]]},
+    }
+    assert build_forward_metadata(**batch).compressed_seq_lens[6].tolist() == [6, 300]
+    batch["compressed_block_tables"][1][1] = [4]
+    with pytest.raises(MetadataError, match="KV source layers 6, request 0, logical page 0"):
+        build_forward_metadata(**batch)
