@@ -51,7 +51,7 @@ def judge_candidate_blocks(
     config: ModelConfig,
     cutoff: CutoffRule = BY_INDEX,
 ) -> CandidateMaskVerdict:
-    """Kept blocks against the reference's scores.
+    """The best blocks of each token by the reference's scores, its newest one among them, and none that it cannot see.
 
     Args:
         kept: bool `[T, blocks]`, at least as many blocks as `n` entries fill.
@@ -77,7 +77,7 @@ def judge_candidate_mask(
     config: ModelConfig,
     cutoff: CutoffRule = BY_INDEX,
 ) -> CandidateMaskVerdict:
-    """`judge_candidate_blocks` of a mask of single entries, which must keep each block whole or not at all.
+    """What `judge_candidate_blocks` accepts, as a mask of entries that keeps each block whole or not at all.
 
     Args:
         mask: bool `[T, n]`.

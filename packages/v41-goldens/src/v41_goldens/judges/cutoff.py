@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from v41_goldens.errors import OperandError
-from v41_goldens.top_k import top_k_mask
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,9 @@ def cutoff_faults(chosen: Tensor, reachable: Tensor, scores: Tensor, k: int, rul
     below = taken & (values < (best_left - rule.slack).unsqueeze(1))
     wrong_tie = torch.zeros_like(taken)
     if rule.ties == "lower index":
-        nominal = top_k_mask(values.where(reachable, -math.inf), k)
-        wrong_tie = taken & ~nominal & (values == best_left.unsqueeze(1))
+        index, equal = torch.arange(values.shape[1], device=values.device), values == best_left.unsqueeze(1)
+        lowest_left = index.where(left & equal, values.shape[1]).amin(1, keepdim=True) if len(index) else index
+        wrong_tie = taken & equal & (index > lowest_left)
     return CutoffFaults(
         below=below,
         wrong_tie=wrong_tie,

@@ -70,7 +70,7 @@ def judge_untouched_rows(actual: Tensor, before: Tensor, active: int | Tensor) -
 def judge_zero_shards(
     shards: Sequence[Tensor], layout: ParallelLayout, capacity: int, active: int
 ) -> InactiveRowsVerdict:
-    """The padding of every slab of one TP group is exactly zero, on ranks without an active row too.
+    """What `judge_zero_rows` accepts, of every rank's slab in a TP group, those without an active row included.
 
     Args:
         shards: `[T_local, ...]` of each rank in TP order, `T_local = ceil(capacity / tp)`.

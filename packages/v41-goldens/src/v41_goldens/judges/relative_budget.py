@@ -52,7 +52,7 @@ RELATIVE_BUDGET = RelativeBudget()
 def judge_relative_budget(
     actual: Tensor, expected: Tensor, active: int | Tensor | None = None, budget: RelativeBudget = RELATIVE_BUDGET
 ) -> RelativeBudgetVerdict:
-    """All three numbers within the budget, and every element of an active row finite on both sides.
+    """Relative L2 of all active rows together and of each one, and their cosine, within the budget; all finite.
 
     A row of zeros has to be met exactly: there is no absolute floor.
 

@@ -58,7 +58,7 @@ ROW_BOUNDS = RowBounds()
 def judge_row_bounds(
     actual: Tensor, expected: Tensor, active: int | Tensor | None = None, bounds: RowBounds = ROW_BOUNDS
 ) -> RowBoundsVerdict:
-    """Every active row within both bounds, and every element of it finite on both sides.
+    """RMS and peak of every active row's error within a bound each; all finite.
 
     Args:
         actual, expected: `[T, ...]` of one floating dtype; a row is everything behind the first index.

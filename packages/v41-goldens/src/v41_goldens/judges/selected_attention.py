@@ -99,7 +99,7 @@ def judge_selected_attention(
     cutoff: CutoffRule = ANY_TIE,
     bounds: RowBounds = ROW_BOUNDS,
 ) -> SelectedAttentionVerdict:
-    """An index source's selection by `judge_selection`, and its output by `judge_row_bounds` under that selection.
+    """A selection that `judge_selection` accepts, with the output that follows from it by `judge_row_bounds`.
 
     Where the selection is another than the golden's but accepted, so is only the output that follows from it: the
     golden's own output is wrong then.

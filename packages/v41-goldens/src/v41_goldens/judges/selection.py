@@ -61,7 +61,7 @@ def judge_selection(
     candidates: Tensor | None = None,
     cutoff: CutoffRule = BY_INDEX,
 ) -> SelectionVerdict:
-    """Eligibility, uniqueness, order, tail and cutoff of every token's selection, against the reference's scores.
+    """Entries that the token may look at, each once, ascending, -1 behind them, and by the reference's scores the best.
 
     Args:
         selection: INT32 or INT64 `[T, k]`, logical entries of the token's request (physical rows: `logical_entries`).
