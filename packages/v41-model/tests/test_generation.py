@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from v41_config import TINY, ParallelLayout
 from v41_goldens.weights import ModelWeights
 from v41_loader import Checkpoint
-from v41_model.errors import RequestError, SessionError
+from v41_model.errors import RequestError
 from v41_model.generation import Request, RequestGroup, admit, advance, generate
-from v41_model.greedy import greedy_tokens
 from v41_model.page_allocator import PageAllocator, blocks_for_requests
 from v41_model.session import ModelSession
 
@@ -103,14 +101,3 @@ def test_window_pages_behind_the_window_are_lent_again(tiny_checkpoint: Checkpoi
         free.append(group.allocator.free_blocks["window"])
     assert free == [2, 1, 1, 2], "two pages after the prefill, one of them behind the window at once"
     assert requests[0].generated == generate(session, [prompt], 3, max_step_rows=16)[0]
-
-
-def test_greedy_takes_the_lowest_of_equal_ids() -> None:
-    logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 1.0, 1.0], [-torch.inf, -5.0, -7.0]])
-    assert greedy_tokens(logits).tolist() == [1, 0, 1]
-    wide = torch.zeros(1, 130_000)
-    wide[0, [129_999, 70_001]] = 2.0
-    assert greedy_tokens(wide).tolist() == [70_001]
-    assert greedy_tokens(torch.zeros(0, 5)).tolist() == []
-    with pytest.raises(SessionError, match="NaN in row 1"):
-        greedy_tokens(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]))

@@ -25,6 +25,7 @@ from v41_config import (
 from v41_goldens.capture import Capture, layer_key
 from v41_goldens.errors import OperandError
 from v41_goldens.forward_context import DEFAULT_MAX_LOGITS_BYTES, ForwardContext
+from v41_goldens.greedy import greedy_tokens
 from v41_goldens.model import ForwardOutput, check_tokens, forward
 from v41_goldens.paged_cache import PagedCaches
 from v41_goldens.rope_rows import RopeRows, rope_tables
@@ -165,8 +166,7 @@ class ReferenceEngine:
         produced: list[int] = []
         fed = list(prompt)
         for _ in range(count):
-            logits: Tensor = self.step([(request, fed)]).logits[-1]
-            fed = [int(torch.argmax(logits))]
+            fed = greedy_tokens(self.step([(request, fed)]).logits[-1:]).tolist()
             produced += fed
         return produced
 

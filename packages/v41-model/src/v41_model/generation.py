@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from v41_config import ModelConfig
+from v41_goldens.greedy import greedy_tokens
 from v41_model.errors import RequestError
-from v41_model.greedy import greedy_tokens
 from v41_model.page_allocator import PageAllocator, blocks_for_requests
 from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch

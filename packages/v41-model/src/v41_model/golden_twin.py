@@ -13,10 +13,10 @@ from torch import Tensor
 
 from v41_config import ModelConfig, ParallelLayout
 from v41_goldens.capture import Capture
+from v41_goldens.greedy import greedy_tokens
 from v41_goldens.reference_engine import ReferenceEngine
 from v41_goldens.weights import ModelWeights
 from v41_model.generation import GroupStep, Request
-from v41_model.greedy import greedy_tokens
 from v41_model.layer_capture import COMPRESSOR_STATE, merge_captures
 
 __all__ = ["GoldenTwin", "same_bits"]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from v41_config import ModelConfig
 from v41_goldens.capture import Capture
+from v41_goldens.greedy import greedy_tokens
 from v41_goldens.reference_engine import ReferenceEngine
 from v41_goldens.weights import ModelWeights
 from v41_model.vectors_file import REPLAY_INPUTS, VectorsFile
@@ -23,14 +24,16 @@ def replay(config: ModelConfig, weights: ModelWeights, file: VectorsFile, *, lay
     if not file.decode_tokens:
         capture = Capture()
         logits = engine.step([(0, file.tokens)], capture, injected).logits
-        return capture.tensors | engine.state_of(0) | {"logits_last": logits[-1], "next_token": logits[-1:].argmax(-1)}
+        return (
+            capture.tensors | engine.state_of(0) | {"logits_last": logits[-1], "next_token": greedy_tokens(logits[-1:])}
+        )
 
     logits = engine.step([(0, file.tokens)]).logits[-1:]
-    greedy, steps = [logits.argmax(-1)], []
+    greedy, steps = [greedy_tokens(logits)], []
     for step, token in enumerate(file.decode_tokens):
         capture = Capture()
         here = {key: value[step : step + 1] for key, value in injected.items()}
-        greedy.append(engine.step([(0, [token])], capture, here).logits[-1:].argmax(-1))
+        greedy.append(greedy_tokens(engine.step([(0, [token])], capture, here).logits[-1:]))
         steps.append(capture.tensors)
     result = {key: _stacked([tensors[key] for tensors in steps if key in tensors]) for key in steps[-1]}
     result |= {f"final_state.{key}": value for key, value in engine.state_of(0).items()}
