@@ -17,6 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def batch(stored: Sequence[int], rows: Sequence[int], seed: int = 0) -> Argument
 def ragged(total: int, parts: int, seed: int = 0) -> list[int]:
     """`total` cut at random into `parts` positive lengths."""
     cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, total), parts - 1, replace=False))
-    return np.diff(np.concatenate([[0], cuts, [total]])).tolist()
+    return [int(part) for part in np.diff(np.concatenate([[0], cuts, [total]]))]
 
 
 def batches(scale: int) -> dict[str, tuple[Arguments, float | None]]:
@@ -127,9 +128,9 @@ def compare_speed(scale: int, repeats: int) -> list[str]:
     for name, (arguments, target) in batches(scale).items():
         different = differing_fields(build_forward_metadata(**arguments), lower_per_request(**arguments))
         wrong += [f"{name}: {', '.join(different)}"] if different else []
-        ours = milliseconds(lambda a=arguments: build_forward_metadata(**a), repeats)
+        ours = milliseconds(partial(build_forward_metadata, **arguments), repeats)
         others = [
-            min(milliseconds(lambda a=arguments, c=checks: lower_per_request(**a, checks=c), max(2, repeats // 20)))
+            min(milliseconds(partial(lower_per_request, **arguments, checks=checks), max(2, repeats // 6)))
             for checks in (True, False)
         ]
         best = min(ours)
@@ -145,7 +146,7 @@ def measure_memory(scale: int) -> None:
         size = max(64, tokens // scale)
         arguments = batch([0] * 32, ragged(size, 32))
         build_forward_metadata(**arguments)  # imports and caches of the first call are not the step's
-        peak = peak_bytes(lambda a=arguments: build_forward_metadata(**a))
+        peak = peak_bytes(partial(build_forward_metadata, **arguments))
         print(f"{size:29}{peak / 1e6:9.2f}{peak / (size * FLASH.sliding_window):22.2f}")
 
 

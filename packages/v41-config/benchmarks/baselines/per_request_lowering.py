@@ -37,12 +37,10 @@ def lower_per_request(
     if checks:
         _check(config, query_start_loc, kv_seq_lens, window_block_table, compressed_block_tables, state_block_tables)
 
-    per_request: dict[str, list[Array]] = {}
-    per_source: dict[str, dict[int, list[Array]]] = {}
+    parts: dict[tuple[str, int | None], list[Array]] = {}
 
     def add(name: str, values: Any, source: int | None = None) -> None:
-        parts = per_request if source is None else per_source.setdefault(name, {})
-        parts.setdefault(name if source is None else source, []).append(np.asarray(values))  # type: ignore[call-overload]
+        parts.setdefault((name, source), []).append(np.asarray(values))
 
     for request in range(requests):
         start, stop = int(query_start_loc[request]), int(query_start_loc[request + 1])
@@ -61,10 +59,10 @@ def lower_per_request(
         for source, ratio in ratios.items():
             enabled = bool(compresses[source][request])
             closing = positions[(positions + 1) % ratio == 0] if enabled else positions[:0]
-            slots, rope = np.full(len(positions), -1), np.full(len(positions), -1)
-            slots[closing - stored] = _rows(compressed_block_tables[ratio][request], closing // ratio)
+            closed_rows, rope = np.full(len(positions), -1), np.full(len(positions), -1)
+            closed_rows[closing - stored] = _rows(compressed_block_tables[ratio][request], closing // ratio)
             rope[closing - stored] = closing - ratio + 1
-            add("compressed_slots", slots, source)
+            add("compressed_slots", closed_rows, source)
             add("compressed_rope_position_ids", rope, source)
             add("compressed_lens", (positions + 1) // ratio * enabled, source)
             add("compressed_seq_lens", [length // ratio * enabled], source)
@@ -72,30 +70,26 @@ def lower_per_request(
             add("compressor_source_token_indices", closing - stored + start, source)
             add("compressor_position_ids", closing - ratio + 1, source)
 
-    def joined(parts: list[Array], dtype: type = np.int32) -> Array:
-        return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype=dtype)
+    def joined(name: str, source: int | None = None, dtype: type = np.int32) -> Array:
+        return np.concatenate(parts[name, source]).astype(dtype)
 
-    fields: dict[str, Any] = {name: joined(parts) for name, parts in per_request.items()}
-    for name, parts in per_source.items():
-        fields[name] = {source: joined(values) for source, values in parts.items()}
-    fields["window_slots"] = joined(per_request["window_slots"], np.int64)
-    slots_of = {source: joined(values, np.int64) for source, values in per_source["compressed_slots"].items()}
-    counts = {s: [len(part) for part in parts] for s, parts in per_source["compressor_position_ids"].items()}
-    return ForwardMetadata(
-        **{
-            **fields,
-            "query_start_loc": query_start_loc.astype(np.int32),
-            "dp_group_start_loc": np.array([0, requests], dtype=np.int32),
-            "kv_seq_lens": kv_seq_lens.astype(np.int32),
-            "compressed_slots": slots_of,
-            "index_slots": slots_of,
-            "state_block_tables": {s: table.astype(np.int32) for s, table in state_block_tables.items()},
-            "compressed_block_tables": {s: compressed_block_tables[r].astype(np.int32) for s, r in ratios.items()},
-            "compressor_output_start_loc": {
-                source: np.cumsum([0, *lens]).astype(np.int32) for source, lens in counts.items()
-            },
-        }
-    )
+    slots = {source: joined("compressed_slots", source, np.int64) for source in ratios}
+    counts = {source: [len(part) for part in parts["compressor_position_ids", source]] for source in ratios}
+    fields: dict[str, Any] = {
+        "query_start_loc": query_start_loc.astype(np.int32),
+        "dp_group_start_loc": np.array([0, requests], dtype=np.int32),
+        "kv_seq_lens": kv_seq_lens.astype(np.int32),
+        "window_slots": joined("window_slots", dtype=np.int64),
+        "compressed_slots": slots,
+        "index_slots": slots,
+        "state_block_tables": {s: table.astype(np.int32) for s, table in state_block_tables.items()},
+        "compressed_block_tables": {s: compressed_block_tables[r].astype(np.int32) for s, r in ratios.items()},
+        "compressor_output_start_loc": {s: np.cumsum([0, *lens]).astype(np.int32) for s, lens in counts.items()},
+    }
+    for name, of_source in parts:
+        if name not in fields:
+            fields[name] = joined(name) if of_source is None else {s: joined(name, s) for s in ratios}
+    return ForwardMetadata(**fields)
 
 
 def _rows(table: Array, row: Array) -> Array:
