@@ -140,7 +140,15 @@ def _checked_state_tables(
     sources = [source for source in config.kv_source_layer_ids if config.compress_ratios[source] > 1]
     _check_keys("state_block_tables", tables, set(sources))
     live = step.new_lens > 0
-    return {source: checked_state_table(source, tables[source], live, step.groups, pool_blocks) for source in sources}
+    checked: dict[int, _Array] = {}
+    for source in sources:
+        same = next((other for other in checked if tables[other] is tables[source]), None)
+        checked[source] = (
+            checked_state_table(source, tables[source], live, step.groups, pool_blocks)
+            if same is None
+            else checked[same]
+        )
+    return checked
 
 
 def _checked_compressed_tables(

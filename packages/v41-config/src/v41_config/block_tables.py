@@ -29,8 +29,9 @@ class BlockTable(NamedTuple):
     highest: int
 
     def physical_rows(self, request: _Array, row: _Array) -> _Array:
-        """INT64 physical rows of requests' logical rows."""
-        rows: _Array = self.blocks[request, row // BLOCK_ROWS] * np.int64(BLOCK_ROWS) + row % BLOCK_ROWS
+        """INT64 physical rows of requests' logical rows, both INT64."""
+        page = row // BLOCK_ROWS
+        rows: _Array = (self.blocks[request, page] - page) * BLOCK_ROWS + row
         return rows
 
 
