@@ -1,4 +1,4 @@
-"""Goldens, kernels and the serving code meet the operator ABI: its operands go in, what it declares comes out."""
+"""Goldens and kernels meet the operator ABI: its operands go in, what it declares comes out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from v41_goldens.candidate_blocks import candidate_blocks
 from v41_goldens.experts import routed_experts, shared_expert
 from v41_goldens.forward_context import DEFAULT_MAX_LOGITS_BYTES
 from v41_goldens.gate import gate
+from v41_goldens.greedy import greedy_tokens
 from v41_goldens.hyper_connections import mhc_mixes, mhc_post, mhc_pre
 from v41_goldens.moe import combine, moe
 from v41_goldens.paged_cache import RowCache
@@ -43,7 +44,6 @@ from v41_goldens.weights import (
     MoeWeights,
 )
 from v41_kernels.registry import OPERATORS as KERNEL_OPERATORS
-from v41_model.greedy import greedy_tokens
 
 Operands = Mapping[str, Tensor]
 Results = dict[str, Tensor]

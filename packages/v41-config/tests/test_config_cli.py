@@ -62,6 +62,15 @@ def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_the_table_is_of_the_card_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, *DEPLOYMENT, "--hbm", "80GiB").splitlines()
+    plan, hbm = CapacityPlan(FLASH, ParallelLayout(4, 2), 1048576, 32), 80 << 30
+    assert plan.largest_context(hbm).value < 1048576
+    assert f"{plan.largest_context(hbm).value:,} tokens, limited by hbm" in lines[-4]
+    assert f": {plan.most_requests(hbm).value} requests per DP group" in lines[-3]
+    assert f"free{-11_953_449_346:>44,} B{-11.953:>10} GB" in lines
+
+
 def test_the_context_is_the_models_by_default_and_one_request_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
     first = printed(capsys, "plan", "--preset", "tiny", "--tp", "1", "--dp", "1", "--requests", "1").splitlines()[0]
     assert first == "one card of TP1 x DP1 (EP1): 1 request per DP group, 4,096 tokens each"

@@ -51,7 +51,7 @@ def scaled_config(
         "num_attention_heads": _HEADS_OF_A_GROUP * groups,
         "o_groups": groups,
         "head_dim": head_dim,
-        "qk_rope_head_dim": min(config.qk_rope_head_dim, head_dim // 2, index_head_dim // 2),
+        "qk_rope_head_dim": min(config.qk_rope_head_dim, min(head_dim, index_head_dim) // 2),
         "q_lora_rank": width("q_lora_rank"),
         "o_lora_rank": width("o_lora_rank"),
         "rope_scaling": RopeScaling(
