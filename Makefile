@@ -25,7 +25,7 @@ demo: $(STAMP)
 	$(VENV_PYTHON) -m v41_model.demo
 
 test: $(STAMP)
-	$(VENV_PYTHON) -m pytest
+	$(VENV_PYTHON) -m pytest -n 2 --dist worksteal
 
 conform: $(STAMP)
 	$(VENV_PYTHON) -m pytest -m conform

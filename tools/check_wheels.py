@@ -160,7 +160,11 @@ def check_alone(item: Built, built: Sequence[Built]) -> None:
         shutil.rmtree(tests / "src")  # the installed wheel is what is tested
         settings: list[str | Path] = ["-c", WORKSPACE / "pyproject.toml", "--rootdir", tests, "-p", "no:cacheprovider"]
         # CI=true: hypothesis takes its profile without time limits, as in the workspace's own conftest.py.
-        run([python, "-m", "pytest", "-q", *settings, tests / "tests"], cwd=tests, CI="true")
+        run(
+            [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *settings, tests / "tests"],
+            cwd=tests,
+            CI="true",
+        )
 
 
 def needs_torch(item: Built, built: Sequence[Built]) -> bool:
