@@ -120,6 +120,10 @@ class DigestMismatchError(CheckpointError):
     """Bytes are not those whose digest the manifest states."""
 
 
+class ShardCoverageError(CheckpointError):
+    """The parts that ranks hold leave a gap in a tensor, or overlap."""
+
+
 class ScalePairingError(CheckpointError):
     """A weight and its scale are not together, or not cut alike."""
 
@@ -130,6 +134,14 @@ class WeightLayoutError(CheckpointError):
 
 class ShardingError(V41Error):
     """A tensor cannot be cut as the layout asks."""
+
+
+class LayoutGeometryError(ShardingError):
+    """A matrix has a size that a byte layout has no place for."""
+
+
+class UnknownLayoutError(ShardingError):
+    """There is no byte layout of that name."""
 
 
 class OutputError(V41Error):
