@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from v41_config import OperatorError, OperatorSpec
+from v41_config.operator_spec import TensorSpec
 from v41_kernels import (
     OPERATORS,
     CanaryError,
@@ -22,22 +24,19 @@ from v41_kernels import (
     KernelExecutionError,
     KernelOperator,
     KernelTimeoutError,
-    OperatorArgumentError,
-    OperatorSpec,
     PassVerificationError,
     PlatformError,
-    TensorSpec,
     Tier,
 )
 from v41_kernels.interpreter import Interpreter
 
 FAULTY_KERNELS = Path(__file__).parent / "faulty_kernels"
-FAULTY = ("killed", "exits", "endless", "overflowing", "spilling", "no_such_module")
+FAULTY = ("killed", "exits", "endless", "greedy", "overflowing", "spilling", "no_such_module")
 
 
 def faulty_operator(kernel: str) -> KernelOperator:
     """`out = 2 x`, by a kernel of tests/faulty_kernels."""
-    tensors = (TensorSpec("x", ("T", "N"), "FP32"), TensorSpec("out", ("T", "N"), "FP32", "out"))
+    tensors = (TensorSpec("x", ("T", "D"), "float32"), TensorSpec("out", ("T", "D"), "float32", "out"))
     return KernelOperator(OperatorSpec(kernel, tensors, (), "out = 2 x"), kernel)
 
 
@@ -74,7 +73,8 @@ def assert_works(executor: Executor) -> None:
     ("kernel", "tier", "kind", "reason"),
     [
         ("killed", Tier.GRAPH, KernelCrashError, "killed by SIGSEGV"),
-        ("exits", Tier.GRAPH, KernelCrashError, "ended with status 7; log ends in: last words of the worker, N = 32"),
+        ("exits", Tier.GRAPH, KernelCrashError, "ended with status 7; log ends in: last words of the worker, D = 32"),
+        ("greedy", Tier.GRAPH, KernelExecutionError, "MemoryError"),
         ("no_such_module", Tier.GRAPH, KernelExecutionError, "ModuleNotFoundError"),
         ("overflowing", Tier.PASSES, KernelExecutionError, "exceeds MEM_UB size"),
         ("spilling", Tier.PASSES, PassVerificationError, "Pass_36_CodegenPreproc.*COPY_IN"),
@@ -288,9 +288,9 @@ def test_a_closed_executor_starts_again(executor: Executor) -> None:
 
 def test_nothing_is_launched_for_a_wrong_call(executor: Executor) -> None:
     with Executor() as started:
-        with pytest.raises(OperatorArgumentError):
+        with pytest.raises(OperatorError):
             started.run("rms_norm")
-        with pytest.raises(OperatorArgumentError):
+        with pytest.raises(OperatorError):
             started.run("double")
         assert started._worker is None
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import v41_kernels
+from v41_config.operator_spec import CountSpec
 from v41_kernels import OPERATORS
-from v41_kernels.operator_spec import DYNAMIC_DIMS
 
+PYPTO_TYPES = {"bfloat16": "DT_BF16", "float32": "DT_FP32", "int32": "DT_INT32"}
 KERNELS = Path(v41_kernels.__file__).parent / "kernels"
 
 
@@ -33,11 +34,11 @@ def test_the_entry_has_the_contracts_signature(name: str) -> None:
     assert spec.name == name
     wanted = {
         tensor.name: (
-            ["pypto.DYNAMIC" if dim in DYNAMIC_DIMS else str(dim) for dim in tensor.dims],
-            f"pypto.DT_{tensor.dtype}",
+            ["pypto.DYNAMIC" if dim in spec.given else str(dim) for dim in tensor.dims],
+            f"pypto.{PYPTO_TYPES[tensor.dtype]}",
         )
         for tensor in spec.tensors
-    } | {count.name: (["1"], "pypto.DT_INT32") for count in spec.counts}
+    } | {scalar.name: (["1"], "pypto.DT_INT32") for scalar in spec.scalars if isinstance(scalar, CountSpec)}
     assert entry_signature((KERNELS / f"{name}.py").read_text(), name) == wanted
 
 

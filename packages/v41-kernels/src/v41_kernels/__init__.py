@@ -10,13 +10,11 @@ from v41_kernels.errors import (
     KernelError,
     KernelExecutionError,
     KernelTimeoutError,
-    OperatorArgumentError,
     PassVerificationError,
     PlatformError,
     PyptoInstallError,
 )
 from v41_kernels.executor import Executor, KernelRun
-from v41_kernels.operator_spec import ConstantSpec, CountSpec, OperatorSpec, TensorSpec
 from v41_kernels.pass_report import PassCheck
 from v41_kernels.pypto_install import PyptoInstall, find_pypto
 from v41_kernels.registry import OPERATORS, KernelOperator
@@ -27,8 +25,6 @@ __all__ = [
     "OPERATORS",
     "CalculatorBuildError",
     "CanaryError",
-    "ConstantSpec",
-    "CountSpec",
     "Executor",
     "KernelCrashError",
     "KernelError",
@@ -36,14 +32,11 @@ __all__ = [
     "KernelOperator",
     "KernelRun",
     "KernelTimeoutError",
-    "OperatorArgumentError",
-    "OperatorSpec",
     "PassCheck",
     "PassVerificationError",
     "PlatformError",
     "PyptoInstall",
     "PyptoInstallError",
-    "TensorSpec",
     "Tier",
     "find_pypto",
 ]

@@ -3,104 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
-from v41_kernels.errors import OperatorArgumentError
-from v41_kernels.operator_spec import CountSpec, DataType, OperatorSpec, TensorSpec
+from v41_config import FLASH, OperatorError, OperatorSpec
+from v41_config.operator_spec import ConstantSpec, CountSpec
 
-TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
-    "BF16": torch.bfloat16,
-    "FP32": torch.float32,
-    "INT32": torch.int32,
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "int32": torch.int32,
 }
+"""Element types that kernels take, by the contract's names."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class BoundArguments:
     """One call, complete and consistent: every tensor, dimension, count and constant by name."""
 
     spec: OperatorSpec
-    tensors: dict[str, Tensor]
-    dims: dict[str, int] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    constants: dict[str, float] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor]
+    dims: Mapping[str, int]
+    counts: Mapping[str, int]
+    constants: Mapping[str, float]
+
+    @property
+    def static_dims(self) -> dict[str, int]:
+        """The sizes that a kernel is built for: all but those that each call gives."""
+        return {symbol: size for symbol, size in self.dims.items() if symbol not in self.spec.given}
 
 
 def bind(spec: OperatorSpec, given: Mapping[str, object]) -> BoundArguments:
-    """Checks names, types, shapes, devices, memory and counts of a call.
+    """Checks a call and fills in its scalars: a count is its limit, a constant that of the released model.
 
-    Errors: `OperatorArgumentError` naming operator and argument.
+    Beyond the contract, tensors are torch's, contiguous and in CPU memory, and a destination shares memory with no
+    other argument. Errors: `OperatorError` naming operator and argument.
     """
-    scalar_names = {scalar.name for scalar in spec.scalars}
-    known = {tensor.name for tensor in spec.tensors} | scalar_names
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise OperatorArgumentError(spec.name, f"unknown arguments {unknown}", f"some of {sorted(known)}")
-    missing = sorted(known - scalar_names - set(given))
-    if missing:
-        raise OperatorArgumentError(spec.name, f"no {', '.join(missing)}", "every tensor argument")
-    bound = BoundArguments(spec, {})
-    for tensor in spec.tensors:
-        bound.tensors[tensor.name] = _tensor(spec, tensor, given[tensor.name], bound.dims)
-    _check_memory(bound)
+    dims = spec.check(given)
+    tensors = {declared.name: _tensor(spec, declared.name, given[declared.name]) for declared in spec.tensors}
+    _check_memory(spec, tensors)
+    counts: dict[str, int] = {}
+    constants: dict[str, float] = {}
     for scalar in spec.scalars:
+        value = given.get(scalar.name)
         if isinstance(scalar, CountSpec):
-            bound.counts[scalar.name] = _count(spec, scalar, given.get(scalar.name), bound.dims[scalar.limit])
+            counts[scalar.name] = value.__index__() if isinstance(value, SupportsIndex) else dims[scalar.limit]
         else:
-            bound.constants[scalar.name] = _constant(spec, scalar.name, given.get(scalar.name, scalar.default))
-    return bound
+            constants[scalar.name] = _constant(scalar, value)
+    return BoundArguments(spec, tensors, dims, counts, constants)
 
 
-def _tensor(spec: OperatorSpec, declared: TensorSpec, value: object, dims: dict[str, int]) -> Tensor:
-    where = f"{spec.name}: {declared.name}"
+def _constant(declared: ConstantSpec, value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else float(declared.resolve(FLASH))
+
+
+def _tensor(spec: OperatorSpec, name: str, value: object) -> Tensor:
+    where = f"{spec.name}: {name}"
     if not isinstance(value, Tensor):
-        raise OperatorArgumentError(where, type(value).__name__, f"a {declared.dtype} tensor {_shape(declared)}")
-    if value.dtype != TORCH_DTYPES[declared.dtype]:
-        raise OperatorArgumentError(where, str(value.dtype), f"dtype {declared.dtype}")
+        raise OperatorError(where, type(value).__name__, "a torch tensor")
     if value.device.type != "cpu":
-        raise OperatorArgumentError(where, f"device {value.device}", "a tensor in CPU memory")
-    if value.dim() != len(declared.dims):
-        raise OperatorArgumentError(where, f"shape {list(value.shape)}", f"shape {_shape(declared)}")
-    for axis, (dim, size) in enumerate(zip(declared.dims, value.shape, strict=True)):
-        wanted = dims.setdefault(dim, size) if isinstance(dim, str) else dim
-        if size != wanted:
-            raise OperatorArgumentError(where, f"size {size} in axis {axis}", f"{dim} = {wanted}")
+        raise OperatorError(where, f"device {value.device}", "a tensor in CPU memory")
     if not value.is_contiguous():
-        raise OperatorArgumentError(where, f"strides {list(value.stride())}", "a contiguous tensor")
+        raise OperatorError(where, f"strides {list(value.stride())}", "a contiguous tensor")
     return value
 
 
-def _shape(declared: TensorSpec) -> str:
-    return f"[{', '.join(map(str, declared.dims))}]"
-
-
-def _count(spec: OperatorSpec, declared: CountSpec, value: object, limit: int) -> int:
-    if value is None:
-        return limit
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-        expected = f"an integer from 0 to {declared.limit} = {limit}"
-        raise OperatorArgumentError(f"{spec.name}: {declared.name}", value, expected)
-    return value
-
-
-def _constant(spec: OperatorSpec, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OperatorArgumentError(f"{spec.name}: {name}", value, "a number")
-    return float(value)
-
-
-def _check_memory(bound: BoundArguments) -> None:
+def _check_memory(spec: OperatorSpec, tensors: Mapping[str, Tensor]) -> None:
     """A destination shares no memory with any other argument: kernels read and write in tile order."""
     spans = {
         name: (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
-        for name, tensor in bound.tensors.items()
+        for name, tensor in tensors.items()
     }
-    for destination in bound.spec.destinations:
+    for destination in spec.destinations:
         start, end = spans[destination]
         for name, (other_start, other_end) in spans.items():
             if name != destination and start < other_end and other_start < end:
-                where = f"{bound.spec.name}: {destination}"
-                raise OperatorArgumentError(where, f"memory shared with {name}", "memory of its own")
+                raise OperatorError(f"{spec.name}: {destination}", f"memory shared with {name}", "memory of its own")

@@ -25,10 +25,6 @@ class PlatformError(KernelError):
     """The requested platform is not there, or not supported."""
 
 
-class OperatorArgumentError(KernelError):
-    """A call breaks an operator's contract, or names no operator; nothing was launched and nothing written."""
-
-
 class KernelExecutionError(KernelError):
     """A kernel did not compile or did not run; no destination was written. `where` names the kernel and the tier."""
 

@@ -19,7 +19,7 @@ from v41_kernels.calculator import calculator_library, default_cache_directory
 from v41_kernels.pass_report import PassCheck
 from v41_kernels.platforms import require_platform
 from v41_kernels.pypto_install import find_pypto
-from v41_kernels.registry import OPERATORS, KernelOperator, find_operator
+from v41_kernels.registry import OPERATORS, KernelOperator, find_kernel
 from v41_kernels.tiers import Tier
 from v41_kernels.worker_process import WorkerProcess
 
@@ -40,6 +40,10 @@ class Executor:
     Kernels run one at a time in a worker process, because the compiler tolerates neither threads nor a kernel that
     failed. The worker starts with the first run, and anew after a failure; the first start ever also builds PyPTO's
     interpreter (about 35 s). Several threads may share an executor: they take turns.
+
+    The interpreter remembers a call's tensors for every tile of it, so time and memory grow with the square of the
+    rows: about three times `rows / 8` times the bytes of all tensors. A call that needs more than half of the machine's
+    memory fails.
     """
 
     def __init__(
@@ -86,12 +90,12 @@ class Executor:
             name: an operator of the registry.
             tier: if not the executor's.
             arguments: the contract's tensors, in CPU memory and contiguous, and scalars. A count that is left out
-                means all rows, a constant has its default.
+                means all rows, a constant that of the released model.
 
-        Errors: `OperatorArgumentError` before anything is launched; `CalculatorBuildError`, `CanaryError`;
+        Errors: `OperatorError` before anything is launched; `CalculatorBuildError`, `CanaryError`;
         `KernelExecutionError` or a subclass. Destinations are written only if there is no error.
         """
-        operator = find_operator(name, self._operators)
+        operator = find_kernel(name, self._operators)
         bound = bind(operator.spec, arguments)
         if operator.check is not None:
             operator.check(bound)
@@ -125,11 +129,11 @@ def _request(
         written = tensor.name in spec.destinations
         tensors.append(_send(tensor.name, tensor.dtype, bound.tensors[tensor.name], written, directory))
     for count, value in bound.counts.items():
-        tensors.append(_send(count, "INT32", torch.tensor([value], dtype=torch.int32), False, directory))
+        tensors.append(_send(count, "int32", torch.tensor([value], dtype=torch.int32), False, directory))
     return {
         "where": where,
         "kernel": operator.kernel,
-        "static": {dim: bound.dims[dim] for dim in spec.static_dims} | bound.constants,
+        "static": bound.static_dims | dict(bound.constants),
         "tier": tier.value,
         "tolerance": operator.pass_tolerance,
         "tensors": tensors,

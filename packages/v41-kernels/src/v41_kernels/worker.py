@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import os
+import resource
 import shutil
 import sys
 import time
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, required=True, help="directory for everything that pypto writes")
     parser.add_argument("--replies", type=int, required=True, help="file descriptor for the answers")
     options = parser.parse_args()
+    _limit_memory()
     os.set_inheritable(options.replies, False)  # so that its end is seen when this process dies
     with open(options.replies, "w", encoding="utf-8") as replies:
         try:
@@ -51,6 +53,13 @@ def main() -> int:
     # Standard input has ended: either the executor was closed, or its process is gone and nobody else tidies up.
     shutil.rmtree(options.scratch, ignore_errors=True)
     return 0
+
+
+def _limit_memory() -> None:
+    """Half of the machine's memory: the interpreter keeps copies per tile, and too large a call should fail by itself
+    before the system picks a process to kill."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _execute(interpreter: Interpreter, request: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,6 @@ import time
 from collections.abc import Callable
 
 
-def make_entry(*, N: int) -> Callable[..., None]:
+def make_entry(*, D: int) -> Callable[..., None]:
     time.sleep(3600)
-    raise AssertionError(f"woke up, N = {N}")
+    raise AssertionError(f"woke up, D = {D}")

@@ -4,6 +4,6 @@ import os
 from collections.abc import Callable
 
 
-def make_entry(*, N: int) -> Callable[..., None]:
-    print(f"last words of the worker, N = {N}", flush=True)
+def make_entry(*, D: int) -> Callable[..., None]:
+    print(f"last words of the worker, D = {D}", flush=True)
     os._exit(7)

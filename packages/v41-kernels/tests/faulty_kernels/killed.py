@@ -5,6 +5,6 @@ import signal
 from collections.abc import Callable
 
 
-def make_entry(*, N: int) -> Callable[..., None]:
+def make_entry(*, D: int) -> Callable[..., None]:
     os.kill(os.getpid(), signal.SIGSEGV)
-    raise AssertionError(f"survived, N = {N}")
+    raise AssertionError(f"survived, D = {D}")

@@ -12,17 +12,17 @@ ROW_TILE = 8
 PARTS = 12
 
 
-def make_entry(*, N: int) -> Callable[..., None]:
+def make_entry(*, D: int) -> Callable[..., None]:
     def double(
-        x: pypto.Tensor([pypto.DYNAMIC, N], pypto.DT_FP32),
-        out: pypto.Tensor([pypto.DYNAMIC, N], pypto.DT_FP32),
+        x: pypto.Tensor([pypto.DYNAMIC, D], pypto.DT_FP32),
+        out: pypto.Tensor([pypto.DYNAMIC, D], pypto.DT_FP32),
     ):
         total = x.shape[0]
-        pypto.set_vec_tile_shapes(ROW_TILE, N)
+        pypto.set_vec_tile_shapes(ROW_TILE, D)
         for tile in pypto.loop((total + ROW_TILE - 1) // ROW_TILE, name="TILES", idx_name="tile"):
             first = tile * ROW_TILE
             rows = pypto.min(total - first, ROW_TILE)
-            x_tile = pypto.view(x, [ROW_TILE, N], [first, 0], valid_shape=[rows, N])
+            x_tile = pypto.view(x, [ROW_TILE, D], [first, 0], valid_shape=[rows, D])
             parts = [x_tile * 2.0 ** (1 - PARTS)]
             for part in range(PARTS):
                 parts.append(x_tile * 2.0**-part)
