@@ -8,15 +8,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from v41_loader.errors import CheckpointError, ShardingError, SynthesisError
+from v41_loader.digests import DigestAlgorithm
+from v41_loader.errors import CheckpointError, OutputError, ShardingError, SynthesisError
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensor, expected_tensors
 from v41_loader.inventory import Inventory, read_inventory
-from v41_loader.partition import RankPart, rank_part
+from v41_loader.partition import RankPart, SharedPart, rank_part, tensor_parts
 from v41_loader.rules import RULES, Partition, TensorGroup, TensorRule
+from v41_loader.sharding.manifest import Manifest
+from v41_loader.sharding.sharder import ShardReport, shard_checkpoint
+from v41_loader.sharding.verification import VerificationReport, verify_shards
 from v41_loader.synth import SynthesisReport, synthesize_checkpoint
 
 if TYPE_CHECKING:
     from v41_loader.checkpoint import Checkpoint, open_checkpoint
+    from v41_loader.sharding.sharded_checkpoint import ShardedCheckpoint, open_shards
     from v41_loader.shards import rank_tensors, shard_tensor
     from v41_loader.synth.tensors import synthesize_tensor
 
@@ -24,29 +29,42 @@ __all__ = [
     "RULES",
     "Checkpoint",
     "CheckpointError",
+    "DigestAlgorithm",
     "ExpectedTensor",
     "Inventory",
+    "Manifest",
+    "OutputError",
     "Partition",
     "RankPart",
+    "ShardReport",
+    "ShardedCheckpoint",
     "ShardingError",
+    "SharedPart",
     "SynthesisError",
     "SynthesisReport",
     "TensorGroup",
     "TensorRule",
+    "VerificationReport",
     "expected_tensor",
     "expected_tensors",
     "open_checkpoint",
+    "open_shards",
     "rank_part",
     "rank_tensors",
     "read_inventory",
+    "shard_checkpoint",
     "shard_tensor",
     "synthesize_checkpoint",
     "synthesize_tensor",
+    "tensor_parts",
+    "verify_shards",
 ]
 
 _NEED_TORCH = {
     "Checkpoint": "v41_loader.checkpoint",
+    "ShardedCheckpoint": "v41_loader.sharding.sharded_checkpoint",
     "open_checkpoint": "v41_loader.checkpoint",
+    "open_shards": "v41_loader.sharding.sharded_checkpoint",
     "rank_tensors": "v41_loader.shards",
     "shard_tensor": "v41_loader.shards",
     "synthesize_tensor": "v41_loader.synth.tensors",

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from v41_config.errors import V41Error
 from v41_config.presets import PRESETS
 from v41_loader.inventory import read_inventory
+from v41_loader.sharding.commands import add_shard_commands
 from v41_loader.synth import synthesize_checkpoint, synthesized_tensors
 
 SYNTH_SEEDS = {"tiny": 4105, "flash6": 51}
@@ -47,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     synth.add_argument("--shards", type=int, default=6, help="default: %(default)s")
     synth.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
     synth.set_defaults(run=_synth)
+
+    add_shard_commands(commands)
     return parser
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,14 +66,24 @@ class Inventory:
 
     def group_totals(self) -> tuple[GroupTotal, ...]:
         """One entry per class that occurs, in the order of `TensorGroup`."""
-        groups: dict[TensorGroup, list[ExpectedTensor]] = {}
-        for stored in self.tensors.values():
-            groups.setdefault(stored.expected.rule.group, []).append(stored.expected)
-        return tuple(
-            GroupTotal(group, members[0].skipped, len(members), sum(member.nbytes for member in members))
-            for group in TensorGroup
-            if (members := groups.get(group))
-        )
+        return total_by_group(stored.expected for stored in self.tensors.values())
+
+
+def total_by_group(tensors: Iterable[ExpectedTensor]) -> tuple[GroupTotal, ...]:
+    """One entry per class that occurs, in the order of `TensorGroup`."""
+    groups: dict[TensorGroup, list[ExpectedTensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.rule.group, []).append(tensor)
+    return tuple(
+        GroupTotal(group, members[0].skipped, len(members), sum(member.nbytes for member in members))
+        for group in TensorGroup
+        if (members := groups.get(group))
+    )
+
+
+def skipped_groups(config: ModelConfig) -> tuple[GroupTotal, ...]:
+    """The classes of a checkpoint that text inference leaves out."""
+    return total_by_group(tensor for tensor in expected_tensors(config).values() if tensor.skipped)
 
 
 def read_inventory(
@@ -99,7 +109,7 @@ def read_inventory(
         raise CheckpointNotFoundError(str(directory), "no directory", "a checkpoint directory")
     config_file = None
     if config is None:
-        config, config_file = _read_config(directory, root)
+        config, config_file = read_config(directory, root)
     if config.engram and not without_engram:
         raise EngramCheckpointError(
             str(directory),
@@ -121,7 +131,8 @@ def read_inventory(
     return Inventory(directory, config, files, tensors, config_file)
 
 
-def _read_config(directory: Path, root: Path | None) -> tuple[ModelConfig, SourceFile]:
+def read_config(directory: Path, root: Path | None = None) -> tuple[ModelConfig, SourceFile]:
+    """A directory's `config.json`, and the file as it was read; errors as `open_source` and `ModelConfig.from_json`."""
     with open_source(directory, CONFIG_FILE, root) as (fd, source):
         config = ModelConfig.from_json(source.path)
         require_unchanged(fd, source)

@@ -1,0 +1,131 @@
+"""The commands `shard` and `verify`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from v41_config.parallel_layout import ParallelLayout
+from v41_loader.digests import DigestAlgorithm
+from v41_loader.inventory import GroupTotal, read_inventory
+from v41_loader.layouts import LAYOUTS
+from v41_loader.sharding.rank_contents import GroupContents, rank_file
+from v41_loader.sharding.rank_file_writer import Progress
+from v41_loader.sharding.sharder import shard_checkpoint
+from v41_loader.sharding.verification import verify_shards
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_shard_commands(commands: Commands) -> None:
+    """Add both to a parser's commands."""
+    shard = commands.add_parser("shard", help="write each rank's part of a checkpoint to a file of its own")
+    shard.add_argument("directory", type=Path, metavar="DIR", help="released-format checkpoint directory")
+    shard.add_argument("--tp", type=int, required=True, help="ranks of an attention group")
+    shard.add_argument("--dp", type=int, required=True, help="groups that share the requests; experts go by TP x DP")
+    shard.add_argument("--ranks", type=parse_ranks, help="only these, such as 0,4-7; more can be added to OUT later")
+    shard.add_argument("--layout", choices=[layout.name for layout in LAYOUTS], default="canonical",
+                       help="byte layout of the weights (default: %(default)s)")  # fmt: skip
+    shard.add_argument("--digest", choices=[a.value for a in DigestAlgorithm], default=DigestAlgorithm.XXH3_128.value,
+                       help="of every tensor, in the manifest (default: %(default)s)")  # fmt: skip
+    shard.add_argument("--out", type=Path, required=True, metavar="DIR", help="new, empty, or an interrupted run's")
+    shard.add_argument("--without-engram", action="store_true", help="accept a checkpoint whose Engram is left out")
+    _add_common(shard)
+    shard.set_defaults(run=_shard)
+
+    verify = commands.add_parser("verify", help="prove that shards are the checkpoint they were made from")
+    verify.add_argument("directory", type=Path, metavar="DIR", help="directory that `shard` completed")
+    verify.add_argument("--source", type=Path, metavar="DIR", help="read the checkpoint again and compare it too")
+    verify.add_argument("--ranks", type=parse_ranks, help="only these; the union stays unproven")
+    _add_common(verify)
+    verify.set_defaults(run=_verify)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allowed-root", type=Path, metavar="DIR",
+                        help="where links of the checkpoint may lead, such as a Hugging Face cache")  # fmt: skip
+    parser.add_argument("--threads", type=int, help="default: one per processor, up to eight")
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Ranks and ranges of ranks, both ends included: `0,4-7`; a `ValueError` for anything else."""
+    ranks: list[int] = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    if not ranks:
+        raise ValueError(text)
+    return tuple(ranks)
+
+
+def _shard(arguments: argparse.Namespace) -> None:
+    inventory = read_inventory(
+        arguments.directory, without_engram=arguments.without_engram, allowed_root=arguments.allowed_root
+    )
+    with _progress("shard") as progress:
+        report = shard_checkpoint(
+            inventory,
+            arguments.out,
+            ParallelLayout(arguments.tp, arguments.dp),
+            arguments.ranks,
+            arguments.layout,
+            DigestAlgorithm(arguments.digest),
+            progress,
+            arguments.threads,
+        )
+    _print_groups(report.groups, report.skipped, lambda _: "")
+    for rank in sorted(report.written + report.kept):
+        name = rank_file(rank)
+        print(f"{name}: {report.manifest.shards[name]:,} bytes{'' if rank in report.written else ', kept'}")
+    _print_notice(report.manifest.settings.notice)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    source = None
+    if arguments.source is not None:  # what is left out of the text was decided when the shards were made
+        source = read_inventory(arguments.source, without_engram=True, allowed_root=arguments.allowed_root)
+    with _progress("verify") as progress:
+        report = verify_shards(arguments.directory, source, arguments.ranks, progress, arguments.threads)
+
+    def proven(group: GroupContents) -> str:
+        scales = f", {group.scales:,} scales paired, no NaN" if group.scales else ""
+        return f"digests{' and source' if report.source else ''}{', union' if report.union else ''}{scales}: ok"
+
+    _print_groups(report.groups, report.skipped, proven)
+    union = "together the whole source, every part once" if report.union else "the union was not looked at"
+    print(f"ranks {', '.join(map(str, report.ranks))}: {union}")
+    _print_notice(report.notice)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Progress]:
+    """A bar with bytes per second and the time left."""
+    with tqdm(unit="B", unit_scale=True, desc=what) as bar:
+
+        def progress(nbytes: int, total: int) -> None:
+            bar.total = total
+            bar.update(nbytes)
+
+        yield progress
+
+
+def _print_groups(
+    groups: tuple[GroupContents, ...], skipped: tuple[GroupTotal, ...], note: Callable[[GroupContents], str]
+) -> None:
+    print(f"{'class':<28}{'tensors':>10}{'source bytes':>18}{'rank file bytes':>18}")
+    for group in groups:
+        line = f"{group.group.value:<28}{group.tensors:>10,}{group.nbytes:>18,}{group.stored_nbytes:>18,}"
+        print(f"{line}  {note(group)}".rstrip())
+    for total in skipped:
+        print(f"{total.group.value:<28}{total.tensors:>10,}{total.nbytes:>18,}{'skipped':>18}")
+
+
+def _print_notice(notice: str | None) -> None:
+    if notice:
+        print(f"Engram left out: {notice}")

@@ -1,0 +1,116 @@
+"""Fills the partial files of ranks from the checkpoint: threads, the journal, and what an earlier run left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from v41_loader.bounded_jobs import Job, run_jobs
+from v41_loader.inventory import Inventory
+from v41_loader.sharding.journal import Journal, RunIdentity
+from v41_loader.sharding.manifest import PartDigests
+from v41_loader.sharding.output_directory import OutputDirectory
+from v41_loader.sharding.output_files import open_output, write_errors
+from v41_loader.sharding.part_blocks import BlockBuffers
+from v41_loader.sharding.rank_contents import RankContents, rank_file
+from v41_loader.sharding.tensor_copy import RankOutput, TensorCopy
+from v41_loader.source_files import SourceFile, reopen_source, require_unchanged
+
+MEMORY_BUDGET = 128 << 20
+"""Bytes that tensors under way may need together; a tensor that a layout must see whole may need more, alone."""
+
+MAX_THREADS = 8
+
+Progress = Callable[[int, int], object]
+"""Called with (bytes since the last call, bytes of the whole run)."""
+
+
+def default_threads() -> int:
+    """One per processor, as long as disks gain from more."""
+    return min(os.cpu_count() or 1, MAX_THREADS)
+
+
+@dataclass(frozen=True)
+class RankFileWriter:
+    """One run: from a checkpoint, through `copies`, into the partial files of `run.ranks`."""
+
+    inventory: Inventory
+    output: OutputDirectory
+    contents: RankContents
+    copies: tuple[TensorCopy, ...]
+    run: RunIdentity
+    threads: int
+    progress: Progress
+
+    def write(self) -> Mapping[str, PartDigests]:
+        """Bring the files to their final bytes and onto the disk: the digests by tensor.
+
+        Raises:
+            DiskFullError, SourceChangedError, ...: as `TensorCopy.copy`.
+            OutputConflictError: as `Journal`.
+        """
+        output, ranks = self.output, self.run.ranks
+        output.begin(ranks)
+        output.require_room({rank: self.contents.nbytes(rank) for rank in ranks})
+        digests: dict[str, PartDigests] = {}
+        total = sum(copy.written_bytes for copy in self.copies)
+        with ExitStack() as files:
+            journal = Journal(output.journal, self.run)
+            files.callback(journal.close)
+            outputs = {rank: self._opened(rank, files) for rank in ranks}
+            sources: list[tuple[int, SourceFile]] = []
+            jobs = self._jobs(files, sources, outputs, journal.records)
+            for copy, copied in run_jobs(jobs, self.threads, MEMORY_BUDGET):
+                name = copy.stored.expected.name
+                digests[name] = copied
+                if name not in journal.records or journal.records[name] != copied:
+                    journal.append(name, copied)
+                self.progress(copy.written_bytes, total)
+            for fd, source in sources:
+                require_unchanged(fd, source)
+            for rank, target in outputs.items():
+                with write_errors(rank_file(rank)):
+                    os.fsync(target.fd)
+        return digests
+
+    def _opened(self, rank: int, files: ExitStack) -> RankOutput:
+        path = self.output.partial / rank_file(rank)
+        fd = open_output(path, self.contents.headers[rank], self.contents.nbytes(rank))
+        files.callback(os.close, fd)
+        return RankOutput(fd, self.contents.entries[rank])
+
+    def _jobs(
+        self,
+        files: ExitStack,
+        sources: list[tuple[int, SourceFile]],
+        outputs: Mapping[int, RankOutput],
+        recorded: Mapping[str, PartDigests],
+    ) -> Iterator[Job[tuple[TensorCopy, PartDigests]]]:
+        """One job per tensor, in file order; each source file is opened once, when its first tensor comes."""
+        buffers = BlockBuffers()
+        for copy in self.copies:
+            source = self.inventory.files[copy.stored.file]
+            if not sources or sources[-1][1] is not source:
+                sources.append((files.enter_context(reopen_source(source)), source))
+            fd, _ = sources[-1]
+            earlier = recorded.get(copy.stored.expected.name)
+            if earlier is None:
+                os.posix_fadvise(fd, copy.stored.entry.begin, copy.stored.entry.nbytes, os.POSIX_FADV_WILLNEED)
+            yield Job(partial(self._copied, copy, fd, source, outputs, earlier, buffers), copy.working_memory)
+
+    def _copied(
+        self,
+        copy: TensorCopy,
+        fd: int,
+        source: SourceFile,
+        outputs: Mapping[int, RankOutput],
+        earlier: PartDigests | None,
+        buffers: BlockBuffers,
+    ) -> tuple[TensorCopy, PartDigests]:
+        algorithm = self.run.settings.digest
+        if earlier is not None and copy.stands_in(outputs, earlier, algorithm, buffers):
+            return copy, earlier
+        return copy, copy.copy(fd, source, outputs, algorithm, buffers)

@@ -1,0 +1,192 @@
+"""What can go wrong while shards are written: each is one typed error, and nothing that looks finished stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from v41_config import ParallelLayout
+from v41_loader import Inventory, read_inventory, shard_checkpoint
+from v41_loader.errors import DiskFullError, FileReadError, OutputWriteError, SourceChangedError
+from v41_loader.sharding.output_directory import PARTIAL_DIRECTORY
+
+LAYOUT = ParallelLayout(2, 1)
+
+
+@pytest.fixture
+def reference(tiny_checkpoint: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What an undisturbed run writes."""
+    shard_checkpoint(read_inventory(tiny_checkpoint), tmp_path / "reference", LAYOUT)
+    return contents(tmp_path / "reference")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def failing(call: Callable[..., int], at: int, code: int) -> Callable[..., int]:
+    """The at-th call fails and does nothing; so do all after it."""
+    made = 0
+
+    def wrapper(*arguments: object) -> int:
+        nonlocal made
+        made += 1
+        if made >= at:
+            raise OSError(code, os.strerror(code))
+        return call(*arguments)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(("name", "at"), [("pwrite", 1), ("pwrite", 700), ("write", 1), ("write", 300), ("fsync", 1),
+                                          ("fsync", 3), ("ftruncate", 2), ("replace", 2), ("replace", 4)])  # fmt: skip
+@pytest.mark.parametrize(("code", "error"), [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError),
+                                             (errno.EIO, OutputWriteError)])  # fmt: skip
+def test_bytes_that_the_disk_does_not_take(
+    tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes], name: str, at: int, code: int,
+    error: type[OutputWriteError],
+) -> None:  # fmt: skip
+    """Wherever it happens: no manifest, so nothing that another command takes for shards; and the next run goes on."""
+    inventory, out = read_inventory(tiny_checkpoint), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, failing(getattr(os, name), at, code))
+        with pytest.raises(error, match=os.strerror(code)) as caught:
+            shard_checkpoint(inventory, out, LAYOUT)
+    assert type(caught.value) is error
+    assert "manifest.json" not in names(out)
+    shard_checkpoint(inventory, out, LAYOUT)
+    assert contents(out) == reference
+
+
+def test_a_disk_without_room_is_known_before_anything_is_read(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = read_inventory(tiny_checkpoint)
+    status = os.statvfs(tmp_path)
+    full = os.statvfs_result((*status[:4], 2_000_000 // status.f_frsize, *status[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, 2, errno.EIO))  # the first is of config.json
+    with pytest.raises(DiskFullError, match="bytes free") as caught:
+        shard_checkpoint(inventory, tmp_path / "out", LAYOUT)
+    assert caught.value.where == str(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("**/rank-*"))
+
+
+def test_a_limit_that_the_kernel_enforces(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A file size limit makes real writes fail, in threads and all; the command says so in one line."""
+    code = "import sys; from v41_loader.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "shard", str(tiny_checkpoint), "--tp", "2", "--dp", "1", "--out",
+               str(tmp_path / "out")]  # fmt: skip
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, preexec_fn=limit)
+    assert found.returncode == 1
+    assert "v41-loader: DiskFullError: " in found.stderr
+    assert "Traceback" not in found.stderr
+    assert names(tmp_path / "out") == [PARTIAL_DIRECTORY]
+
+
+def test_bytes_that_the_source_does_not_give(
+    tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes]
+) -> None:
+    """A read error half-way names file and offset; what was read before is kept for the next run."""
+    inventory, out = read_inventory(tiny_checkpoint), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", failing(os.preadv, 500, errno.EIO))
+        with pytest.raises(FileReadError, match=r"model-0000\d-of-00006\.safetensors at byte \d+"):
+            shard_checkpoint(inventory, out, LAYOUT)
+    assert names(out) == [PARTIAL_DIRECTORY]
+    shard_checkpoint(inventory, out, LAYOUT)
+    assert contents(out) == reference
+
+
+def write_into(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\0")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a clock may tick slower than this test
+
+
+def append_to(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replace(path: Path) -> None:
+    twin = path.with_name("twin")
+    twin.write_bytes(path.read_bytes())
+    twin.rename(path)
+
+
+@pytest.mark.parametrize("change", [write_into, append_to, cut_short, replace])
+@pytest.mark.parametrize("file", ["model-00001-of-00006.safetensors", "model-00006-of-00006.safetensors"])
+def test_a_source_that_changes_under_the_run(
+    damaged: Path, tmp_path: Path, change: Callable[[Path], None], file: str
+) -> None:
+    """The first file while or after it is read, the last before: an error, and what was made of it is removed.
+
+    A file that is replaced stays readable as it was for whoever has it open: that is no change to the bytes.
+    """
+    inventory, out = read_inventory(damaged), tmp_path / "out"
+    changed = False
+
+    def progress(*_: int) -> None:
+        nonlocal changed
+        if not changed:
+            change(damaged / file)
+        changed = True
+
+    if change is replace and file.startswith("model-00001"):
+        shard_checkpoint(inventory, out, LAYOUT, progress=progress, threads=1)
+        assert "manifest.json" in names(out)
+        return
+    with pytest.raises(SourceChangedError, match=file):
+        shard_checkpoint(inventory, out, LAYOUT, progress=progress, threads=1)
+    assert changed
+    assert names(out) == []
+
+
+def test_a_source_that_changed_since_it_was_checked(damaged: Path, tmp_path: Path) -> None:
+    inventory = read_inventory(damaged)
+    for file in ("model-00004-of-00006.safetensors", "config.json"):
+        status = (damaged / file).stat()
+        os.utime(damaged / file, ns=(0, status.st_mtime_ns + 1))
+        with pytest.raises(SourceChangedError, match=file):
+            shard_checkpoint(inventory, tmp_path / "out", LAYOUT)
+        os.utime(damaged / file, ns=(0, status.st_mtime_ns))
+    assert not list(tmp_path.glob("out/**/*"))
+
+
+def test_the_caller_stops_the_run(tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes]) -> None:
+    """Ctrl-C while it runs: it ends soon, and the next one goes on."""
+    inventory: Inventory = read_inventory(tiny_checkpoint)
+    calls = 0
+
+    def progress(*_: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shard_checkpoint(inventory, tmp_path / "out", LAYOUT, progress=progress)
+    assert names(tmp_path / "out") == [PARTIAL_DIRECTORY]
+    shard_checkpoint(inventory, tmp_path / "out", LAYOUT)
+    assert contents(tmp_path / "out") == reference
