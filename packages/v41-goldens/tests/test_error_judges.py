@@ -17,6 +17,7 @@ from v41_goldens.judges import (
     assert_row_bounds,
     judge_relative_budget,
     judge_row_bounds,
+    row_errors,
 )
 from v41_goldens.linear import bf16_linear
 from v41_goldens.rms_norm import rms_norm
@@ -163,6 +164,28 @@ def test_only_active_rows_count(expected: Tensor) -> None:
     assert (nothing.errors.rows, nothing.errors.worst_row) == (0, None)
 
 
+def test_it_does_not_matter_how_many_rows_are_converted_at_once(
+    expected: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = scaled(scaled(expected, 7, 1.03), 4000, math.nan)
+    whole = judge_row_bounds(other, expected).errors, judge_relative_budget(other[:4000], expected[:4000]).errors
+    for elements in (1, 5 * WIDTH, 4095 * WIDTH):
+        monkeypatch.setattr(row_errors, "_ELEMENTS_AT_ONCE", elements)
+        parts = judge_row_bounds(other, expected).errors, judge_relative_budget(other[:4000], expected[:4000]).errors
+        assert repr(parts) == repr(whole), "repr, since a NaN does not equal itself"
+
+
+def test_bounds_of_zero_demand_equality(expected: Tensor) -> None:
+    none, budget = RowBounds(0.0, 0.0, 0.0, 0.0), RelativeBudget(0.0, 0.0, 1.0)
+    assert judge_row_bounds(expected, expected, bounds=none)
+    other = expected.clone()
+    other[9, 9] *= 1.01
+    assert not judge_row_bounds(other, expected, bounds=none)
+    small = expected[:1].float()
+    assert judge_relative_budget(small, small, budget=RelativeBudget(0.0, 0.0, 0.9999))
+    assert not judge_relative_budget(other, expected, budget=budget)
+
+
 def test_a_row_is_a_token_with_all_its_streams() -> None:
     reference = torch.ones(5, 4, 8)
     other = reference.clone()
@@ -183,6 +206,7 @@ def test_operands_that_cannot_be_judged_are_a_typed_error(expected: Tensor) -> N
     for reference, active in (
         (expected.int(), None),
         (expected.flatten(), None),
+        (expected[:, :0], None),
         (expected, ROWS + 1),
         (expected, -1),
         (expected, torch.ones(ROWS)),

@@ -109,6 +109,7 @@ def outside_the_candidates(indexed: Indexed) -> Tensor:
 WRONG_SELECTIONS: dict[str, tuple[str, int, Callable[[Indexed], Tensor]]] = {
     "duplicated": ("entries named twice, first at [149, 3]", 1,
                    lambda i: changed(i, LAST, {3: int(i.topk[8][LAST, 2])})),
+    "first one duplicated": ("entries named twice, first at [5, 1]", 1, lambda i: changed(i, 5, {1: 0})),
     "non-causal": ("entries that the token does not see, first at [100, 15]", 1,
                    lambda i: changed(i, 100, {K - 1: 101})),
     "beyond all entries": ("entries that the token does not see, first at [100, 15]", 1,
@@ -297,8 +298,8 @@ WRONG_BLOCKS: dict[str, tuple[str, Callable[[Indexed], Tensor]]] = {
                           lambda i: moved(i, LAST, ranked(i, LAST)[0], ranked(i, LAST)[KEEP])),
     "worse block": ("blocks worse than one left out",
                     lambda i: moved(i, LAST, ranked(i, LAST)[1], ranked(i, LAST)[-1])),
-    "one too many": ("blocks in rows that keep too many", lambda i: moved(i, LAST, None, ranked(i, LAST)[KEEP])),
-    "one too few": ("blocks left out though there is room", lambda i: moved(i, LAST, ranked(i, LAST)[1], None)),
+    "one too many": ("5 blocks in rows that keep too many", lambda i: moved(i, LAST, None, ranked(i, LAST)[KEEP])),
+    "one too few": ("16 blocks left out though there is room", lambda i: moved(i, LAST, ranked(i, LAST)[1], None)),
     "not visible": ("blocks without a visible entry", lambda i: moved(i, 0, None, 1)),
     "nothing kept": ("newest blocks left out", lambda i: torch.zeros_like(i.blocks)),
     "everything kept": ("blocks without a visible entry", lambda i: torch.ones_like(i.blocks)),
@@ -313,6 +314,8 @@ def test_wrong_candidates_are_rejected_for_their_own_reason(indexed: Indexed, na
     assert not verdict
     assert any(problem in reason for reason in verdict.reasons), verdict
     assert verdict.off_nominal_rows == verdict.bad_rows > 0
+    if name in ("newest not pinned", "worse block", "not visible"):
+        assert list(verdict.first_index or ()) in (kept != indexed.blocks).nonzero().tolist()
     mask = kept.repeat_interleave(SIZE, dim=1)[:, : indexed.mask.shape[1]]
     assert any(
         problem in reason for reason in judge_candidate_mask(mask, indexed.scores[6], indexed.visible, TINY).reasons

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from v41_goldens.errors import OperandError
 from v41_goldens.judges.verdict import first_index
+
+_ELEMENTS_AT_ONCE = 1 << 21
+"""Elements converted to float64 at a time (16 MB a copy)."""
 
 
 @dataclass(frozen=True)
@@ -53,72 +55,59 @@ class ErrorStatistics:
 class RowErrors:
     """Errors of the judged rows; a row is everything behind the first index of the tensor, so one token.
 
-    An element that is not finite on either side has an infinite error.
+    float64 `[N]` but for the first three. An element that is not finite on either side has an infinite error, and
+    counts as zero in what is expected.
 
     Attributes:
-        number: INT64 `[N]`, which rows of the tensor are judged.
-        error, expected: float64 `[N, W]`.
-        non_finite: bool `[N, W]`.
-        row_shape: shape of one row before it was flattened to W.
+        actual, expected: the two tensors `[T, ...]`.
+        number: INT64 `[N]`, which rows of them are judged.
+        rms, peak: root mean square and largest magnitude of each row's error.
+        expected_rms, found_rms: root mean square of its expected and found values.
+        product: mean product of expected and found values.
+        non_finite: how many of its elements are not finite.
     """
 
-    number: Tensor
-    error: Tensor
+    actual: Tensor
     expected: Tensor
+    number: Tensor
+    rms: Tensor
+    peak: Tensor
+    expected_rms: Tensor
+    found_rms: Tensor
+    product: Tensor
     non_finite: Tensor
-    row_shape: tuple[int, ...]
-
-    @cached_property
-    def rms(self) -> Tensor:
-        """Root mean square of each row's error, float64 `[N]`."""
-        return _rms(self.error)
-
-    @cached_property
-    def expected_rms(self) -> Tensor:
-        """Root mean square of each row's expected values, float64 `[N]`."""
-        return _rms(self.expected)
-
-    @cached_property
-    def peak(self) -> Tensor:
-        """Largest magnitude of each row's error, float64 `[N]`."""
-        return self.error.abs().amax(1) if self.error.shape[1] else self.error.new_zeros(len(self.error))
 
     def statistics(self, bad: Tensor, excess: Tensor) -> ErrorStatistics:
         """`bad` bool `[N]`: rows beyond a bound; `excess` float64 `[N]`: what ranks the worst row."""
-        found = self.expected + self.error
-        expected_norm, found_norm = float(self.expected.norm()), float(found.norm())
+        expected, found = float(self.expected_rms.norm()), float(self.found_rms.norm())
         cosine = 1.0
-        if expected_norm or found_norm:
-            product = expected_norm * found_norm
-            cosine = float((self.expected * found).sum()) / product if product else 0.0
-        numbers = dict.fromkeys(("rms", "peak", "row_l2", "expected_rms"), 0.0)
-        worst = None
-        if len(self.number):
-            at = int(excess.nan_to_num(nan=math.inf).argmax())
-            worst, rms, expected_rms = int(self.number[at]), float(self.rms[at]), float(self.expected_rms[at])
-            numbers = {
-                "rms": rms,
-                "peak": float(self.peak[at]),
-                "row_l2": _ratio(rms, expected_rms),
-                "expected_rms": expected_rms,
-            }
+        if expected or found:
+            cosine = float(self.product.sum()) / (expected * found) if expected * found else 0.0
+        worst = int(excess.argmax()) if len(excess) else None
+        rms, peak, expected_rms = (
+            0.0 if worst is None else float(values[worst]) for values in (self.rms, self.peak, self.expected_rms)
+        )
         return ErrorStatistics(
             rows=len(self.number),
             bad_rows=int(bad.sum()),
             non_finite=int(self.non_finite.sum()),
-            relative_l2=_ratio(float(self.error.norm()), expected_norm),
+            relative_l2=_ratio(float(self.rms.norm()), expected),
             cosine=cosine,
-            worst_row=worst,
+            worst_row=None if worst is None else int(self.number[worst]),
+            rms=rms,
+            peak=peak,
+            row_l2=_ratio(rms, expected_rms),
+            expected_rms=expected_rms,
             first_index=self._largest_error_of_first(bad),
-            **numbers,
         )
 
     def _largest_error_of_first(self, bad: Tensor) -> tuple[int, ...] | None:
-        row = first_index(bad)
-        if row is None:
+        at = first_index(bad)
+        if at is None:
             return None
-        errors = self.error[row].abs().view(self.row_shape)
-        return (int(self.number[row]), *(first_index(errors == errors.amax()) or ()))
+        row = int(self.number[at])
+        error = _difference(self.actual[row], self.expected[row])[0].abs()
+        return (row, *(first_index(error == error.amax()) or ()))
 
 
 def row_errors(actual: Tensor, expected: Tensor, active: int | Tensor | None) -> RowErrors:
@@ -129,15 +118,33 @@ def row_errors(actual: Tensor, expected: Tensor, active: int | Tensor | None) ->
         active: how many of the first rows are judged, or bool `[T]`; None for all of them.
 
     Raises:
-        OperandError: tensors that have no rows or are not floating point, or `active` does not fit them.
+        OperandError: tensors without rows, with empty ones or not of floating point, or `active` does not fit.
     """
-    if expected.dim() < 2 or not expected.dtype.is_floating_point:
-        raise OperandError("row_errors expected", (expected.dtype, tuple(expected.shape)), "floating point [T, ...]")
-    rows = active_rows(active, len(expected), expected.device).nonzero().squeeze(1)
-    a, e = (tensor[rows].to(torch.float64).flatten(1) for tensor in (actual, expected))
+    if expected.dim() < 2 or 0 in expected.shape[1:] or not expected.dtype.is_floating_point:
+        raise OperandError("row_errors expected", (expected.dtype, tuple(expected.shape)),
+                           "floating point [T, ...], with something in a row")  # fmt: skip
+    number = active_rows(active, len(expected), expected.device).nonzero().squeeze(1)
+    at_once = max(1, _ELEMENTS_AT_ONCE // math.prod(expected.shape[1:]))
+    parts = [_row_numbers(actual[rows], expected[rows]) for rows in number.split(at_once)]
+    columns = (torch.cat(column) for column in zip(*parts, strict=True))
+    return RowErrors(actual, expected, number, *columns)
+
+
+def _row_numbers(actual: Tensor, expected: Tensor) -> tuple[Tensor, ...]:
+    """The fields of `RowErrors` from `rms` to `non_finite`, of some rows."""
+    error, non_finite = _difference(actual, expected)
+    error, non_finite = error.flatten(1), non_finite.flatten(1)
+    e = expected.to(torch.float64).flatten(1).masked_fill(non_finite, 0.0)
+    found = e + error
+    rms, expected_rms, found_rms = (values.square().mean(1).sqrt() for values in (error, e, found))
+    return rms, error.abs().amax(1), expected_rms, found_rms, (e * found).mean(1), non_finite.sum(1)
+
+
+def _difference(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """float64 `actual - expected`, infinite where either is not finite, and bool: where that is."""
+    a, e = actual.to(torch.float64), expected.to(torch.float64)
     non_finite = ~(a.isfinite() & e.isfinite())
-    error = (a - e).masked_fill_(non_finite, math.inf)
-    return RowErrors(rows, error, e.masked_fill(non_finite, 0.0), non_finite, tuple(expected.shape[1:]))
+    return (a - e).masked_fill_(non_finite, math.inf), non_finite
 
 
 def active_rows(active: int | Tensor | None, rows: int, device: torch.device) -> Tensor:
@@ -155,10 +162,6 @@ def active_rows(active: int | Tensor | None, rows: int, device: torch.device) ->
     if not 0 <= active <= rows:
         raise OperandError("active", active, f"0 to {rows}, the number of rows")
     return torch.arange(rows, device=device) < active
-
-
-def _rms(x: Tensor) -> Tensor:
-    return x.square().mean(1).sqrt() if x.shape[1] else x.new_zeros(len(x))
 
 
 def _ratio(error: float, size: float) -> float:
