@@ -20,11 +20,12 @@ from v41_loader.sharding.output_directory import PARTIAL_DIRECTORY
 LAYOUT = ParallelLayout(2, 1)
 
 
-@pytest.fixture
-def reference(tiny_checkpoint: Path, tmp_path: Path) -> dict[str, bytes]:
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed run writes."""
-    shard_checkpoint(read_inventory(tiny_checkpoint), tmp_path / "reference", LAYOUT)
-    return contents(tmp_path / "reference")
+    out = tmp_path_factory.mktemp("reference") / "out"
+    shard_checkpoint(read_inventory(tiny_checkpoint), out, LAYOUT)
+    return contents(out)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -49,10 +50,19 @@ def failing(call: Callable[..., int], at: int, code: int) -> Callable[..., int]:
     return wrapper
 
 
-@pytest.mark.parametrize(("name", "at"), [("pwrite", 1), ("pwrite", 700), ("write", 1), ("write", 300), ("fsync", 1),
-                                          ("fsync", 3), ("ftruncate", 2), ("replace", 2), ("replace", 4)])  # fmt: skip
-@pytest.mark.parametrize(("code", "error"), [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError),
-                                             (errno.EIO, OutputWriteError)])  # fmt: skip
+@pytest.mark.parametrize(("name", "at", "code", "error"), [
+    ("pwrite", 1, errno.ENOSPC, DiskFullError),
+    ("pwrite", 700, errno.ENOSPC, DiskFullError),
+    ("pwrite", 700, errno.EDQUOT, DiskFullError),
+    ("pwrite", 700, errno.EIO, OutputWriteError),
+    ("write", 1, errno.ENOSPC, DiskFullError),
+    ("write", 300, errno.ENOSPC, DiskFullError),
+    ("fsync", 1, errno.ENOSPC, DiskFullError),
+    ("fsync", 3, errno.EIO, OutputWriteError),
+    ("ftruncate", 2, errno.ENOSPC, DiskFullError),
+    ("replace", 2, errno.EIO, OutputWriteError),
+    ("replace", 4, errno.ENOSPC, DiskFullError),
+])  # fmt: skip
 def test_bytes_that_the_disk_does_not_take(
     tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes], name: str, at: int, code: int,
     error: type[OutputWriteError],

@@ -264,5 +264,5 @@ def test_a_link_in_place_of_partial_files_is_not_followed(source: Path, tmp_path
 
 
 def test_an_unfinished_directory_does_not_verify(interrupted: Path) -> None:
-    with pytest.raises(ManifestError, match="no manifest.json"):
+    with pytest.raises(ManifestError, match=r"no manifest\.json"):
         verify_shards(interrupted)
