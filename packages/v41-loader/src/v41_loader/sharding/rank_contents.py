@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from v41_config.model_config import ModelConfig
@@ -126,16 +126,10 @@ def rank_contents(
     for rank in tensors:
         layout.tp_rank(rank)  # raises where the layout has no such rank
     for name, tensor in expected_tensors(config).items():
-        shared = tensor_parts(tensor, config, layout)
-        if not shared:
+        count, held = stored_parts(tensor, config, layout, wanted, weight_layout)
+        if not count:
             continue
-        parts_of[name] = len(shared)
-        held = []
-        for number, part in enumerate(shared):
-            holders = tuple(rank for rank in part.ranks if rank in wanted)
-            if holders:
-                held.append(_stored(tensor, number, part.part, holders, weight_layout))
-        parts[name] = tuple(held)
+        parts_of[name], parts[name] = count, held
         for stored in held:
             for rank in stored.ranks:
                 tensors[rank].append((name, stored.dtype, stored.shape))
@@ -146,6 +140,19 @@ def rank_contents(
         {rank: header for rank, (header, _) in encoded.items()},
         {rank: entries for rank, (_, entries) in encoded.items()},
     )
+
+
+def stored_parts(
+    tensor: ExpectedTensor, config: ModelConfig, layout: ParallelLayout, ranks: Set[int], weight_layout: Layout
+) -> tuple[int, tuple[StoredPart, ...]]:
+    """How many parts a tensor has, and those of them that some of `ranks` hold; errors as `rank_contents`."""
+    shared = tensor_parts(tensor, config, layout)
+    held = []
+    for number, part in enumerate(shared):
+        holders = tuple(rank for rank in part.ranks if rank in ranks)
+        if holders:
+            held.append(_stored(tensor, number, part.part, holders, weight_layout))
+    return len(shared), tuple(held)
 
 
 def _stored(

@@ -114,7 +114,7 @@ def _held_ranks(manifest: Manifest, layout: ParallelLayout) -> tuple[int, ...]:
 def _compare_manifest(manifest: Manifest, contents: RankContents) -> None:
     """Every tensor, every part of it and every part's digest must be there, and no more."""
     if unknown := manifest.tensors.keys() - contents.parts_of:
-        raise UnknownTensorError(MANIFEST_FILE, min(unknown), "tensors that the config has")
+        raise UnknownTensorError(f"{min(unknown)} in {MANIFEST_FILE}", min(unknown), "a tensor that the config has")
     digits = manifest.settings.digest.hex_digits
     for name, parts_of in contents.parts_of.items():
         where = f"{MANIFEST_FILE}: {name}"
@@ -141,16 +141,17 @@ def _checked_file(directory: Path, rank: int, manifest: Manifest, contents: Rank
         found = read_header(fd, source)
         if source.nbytes != manifest.shards[name]:
             raise ManifestError(f"{MANIFEST_FILE}: {name}", manifest.shards[name], f"the file's {source.nbytes} bytes")
-    for tensor, expected in contents.entries[rank].items():
-        _compare_entry(f"{tensor} in {name}", found.get(tensor), expected)
-    if unknown := found.keys() - contents.entries[rank]:
-        raise UnknownTensorError(name, min(unknown), f"tensors that rank {rank} holds")
+    entries = contents.entries[rank]
+    if missing := entries.keys() - found.keys():
+        raise MissingTensorError(f"{min(missing)} in {name}", "no tensor", f"all tensors that rank {rank} holds")
+    if unknown := found.keys() - entries.keys():
+        raise UnknownTensorError(f"{min(unknown)} in {name}", min(unknown), f"a tensor that rank {rank} holds")
+    for tensor, expected in entries.items():
+        _compare_entry(f"{tensor} in {name}", found[tensor], expected)
     return source
 
 
-def _compare_entry(where: str, found: TensorEntry | None, expected: TensorEntry) -> None:
-    if found is None:
-        raise MissingTensorError(where, "no tensor", f"{expected.dtype} {list(expected.shape)}")
+def _compare_entry(where: str, found: TensorEntry, expected: TensorEntry) -> None:
     if found.dtype != expected.dtype:
         raise TensorDtypeError(where, found.dtype, expected.dtype)
     if found.shape != expected.shape:
