@@ -1,0 +1,88 @@
+"""The memory that sharding and verifying take is bounded, however large the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from v41_config import FLASH, FLASH6, ModelConfig
+from v41_loader import expected_tensors
+
+MIB = 1 << 20
+
+# The high-water mark of this process image; `ru_maxrss` would begin with that of the process that started it.
+MEASURE = """
+import sys
+from pathlib import Path
+import numpy, v41_loader.cli
+from v41_config import ParallelLayout
+from v41_loader import read_inventory, shard_checkpoint, verify_shards
+
+def peak():
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
+
+source, out, weight_layout, ranks, action = sys.argv[1:]
+after_imports = peak()
+inventory = read_inventory(source)
+ranks = eval(ranks)
+if action == "hold":
+    held = [file.path.read_bytes() for file in inventory.files.values()]
+shard_checkpoint(inventory, out, ParallelLayout(4, 2), ranks=ranks, weight_layout=weight_layout, threads=4)
+sharded = peak()
+verify_shards(out, inventory, ranks, threads=4)
+print(sharded - after_imports, peak() - after_imports)
+"""
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """A place for large files, which pytest would keep."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def peaks(source: Path, out: Path, weight_layout: str, ranks: list[int] | None, action: str = "stream") -> list[int]:
+    """Bytes above those after imports, once sharded and once verified too."""
+    command = [sys.executable, "-c", MEASURE, str(source), str(out), weight_layout, str(ranks), action]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
+    return [int(value) for value in found.stdout.split()]
+
+
+def sizes(config: ModelConfig) -> tuple[int, int]:
+    """Bytes of all tensors and of the largest."""
+    nbytes = [tensor.nbytes for tensor in expected_tensors(config).values()]
+    return sum(nbytes), max(nbytes)
+
+
+@pytest.mark.parametrize("weight_layout", ["canonical", "device"])
+def test_memory_is_far_below_the_checkpoint(
+    write_headers: Callable[..., Path], tensors_of: Callable[..., dict[str, object]], scratch: Path, weight_layout: str
+) -> None:
+    config = FLASH.scaled(hidden_size=1024, num_hidden_layers=6, vocab_size=1024, moe_intermediate_size=1024,
+                          n_routed_experts=16, num_experts_per_tok=2, num_attention_heads=16, o_groups=8)  # fmt: skip
+    total, largest = sizes(config)
+    bound = 48 * MIB + largest
+    assert total > 3 * bound
+    source = write_headers(config, tensors_of(config).values())
+    assert max(peaks(source, scratch / "out", weight_layout, None)) < bound
+    if weight_layout == "canonical":
+        assert min(peaks(source, scratch / "held", weight_layout, [0], "hold")) > total > bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_layout", ["canonical", "device"])
+def test_memory_with_the_released_dimensions(
+    write_headers: Callable[..., Path], tensors_of: Callable[..., dict[str, object]], scratch: Path, weight_layout: str
+) -> None:
+    """Four TP ranks of six layers."""
+    source = write_headers(FLASH6, tensors_of(FLASH6).values())
+    total, largest = sizes(FLASH6)
+    bound = 256 * MIB + largest
+    assert total > 6 * bound
+    assert max(peaks(source, scratch / "out", weight_layout, [0, 1, 2, 3])) < bound
