@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ from v41_loader.sharding.verification import verify_shards
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+_RANKS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 
 def add_shard_commands(commands: Commands) -> None:
@@ -57,7 +61,10 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """Ranks and ranges of ranks, both ends included: `0,4-7`; a `ValueError` for anything else."""
     ranks: list[int] = []
     for item in text.split(","):
-        first, _, last = item.partition("-")
+        found = _RANKS.fullmatch(item)
+        if found is None:
+            raise ValueError(text)
+        first, last = found.groups()
         ranks += range(int(first), int(last or first) + 1)
     if not ranks:
         raise ValueError(text)
@@ -105,12 +112,14 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Progress]:
-    """A bar with bytes per second and the time left."""
-    with tqdm(unit="B", unit_scale=True, desc=what) as bar:
+    """A bar with bytes per second and the time left, once there is something to do."""
+    with ExitStack() as stack:
+        bars: list[tqdm] = []
 
         def progress(nbytes: int, total: int) -> None:
-            bar.total = total
-            bar.update(nbytes)
+            if not bars:
+                bars.append(stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc=what)))
+            bars[0].update(nbytes)
 
         yield progress
 

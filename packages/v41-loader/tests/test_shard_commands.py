@@ -1,0 +1,125 @@
+"""The commands `shard` and `verify`: what they print, what they refuse, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from v41_config import ParallelLayout
+from v41_loader import DigestAlgorithm, read_inventory, shard_checkpoint
+from v41_loader.cli import main
+from v41_loader.sharding.commands import parse_ranks
+
+RANKS = [f"rank-{rank:02d}.safetensors" for rank in range(8)]
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_shard_then_verify(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert main(["shard", str(tiny_checkpoint), "--tp", "4", "--dp", "2", "--out", out]) == 0
+    printed = rows(capsys.readouterr().out)
+    assert ["routed", "experts", "960", "4,177,920", "4,177,920"] in printed
+    assert ["router", "bias", "of", "image", "tokens", "10", "640", "skipped"] in printed
+    assert ["rank-07.safetensors:", "4,048,248", "bytes"] in printed
+    assert names(tmp_path / "out") == ["config.json", "manifest.json", *RANKS]
+
+    assert main(["verify", out, "--source", str(tiny_checkpoint)]) == 0
+    printed = rows(capsys.readouterr().out)
+    experts = next(row for row in printed if row[:2] == ["routed", "experts"])
+    assert " ".join(experts[5:]) == "digests and source, union, 480 scales paired, no NaN: ok"
+    assert " ".join(printed[-1]).startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7: together the whole source")
+
+
+def test_the_same_as_the_function(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With every option; ranks are added afterwards."""
+    command = ["shard", str(tiny_checkpoint), "--tp", "2", "--dp", "2", "--digest", "sha256", "--layout", "canonical",
+               "--threads", "2", "--out", str(tmp_path / "out")]  # fmt: skip
+    assert main([*command, "--ranks", "1,3"]) == 0
+    assert main([*command, "--ranks", "0-3"]) == 0
+    assert "rank-03.safetensors: 4,918,896 bytes, kept" in capsys.readouterr().out
+    inventory, layout = read_inventory(tiny_checkpoint), ParallelLayout(2, 2)
+    shard_checkpoint(inventory, tmp_path / "same", layout, digest=DigestAlgorithm.SHA256)
+    for name in names(tmp_path / "same"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+
+
+def test_a_bar_shows_bytes_per_second_and_the_time_left(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["shard", str(tiny_checkpoint), "--tp", "1", "--dp", "1", "--out", str(tmp_path / "out")]) == 0
+    last = capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+    assert "shard: 100%" in last
+    assert "8.67M/8.67M [00:0" in last
+    assert "B/s]" in last
+
+
+def test_verify_of_some_ranks_says_so(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard_checkpoint(read_inventory(tiny_checkpoint), tmp_path, ParallelLayout(4, 2), ranks=[5])
+    assert main(["verify", str(tmp_path), "--ranks", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "ranks 5: the union was not looked at" in out
+    assert "union, " not in out
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "MissingRankError" in capsys.readouterr().err
+
+
+def test_one_line_for_what_is_wrong(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["shard", str(tiny_checkpoint), "--tp", "4", "--dp", "2", "--ranks", "0", "--out", str(out)]) == 0
+    path = out / RANKS[0]
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    capsys.readouterr()
+    for command, error in (
+        (["verify", str(out), "--ranks", "0"], "DigestMismatchError"),
+        (["verify", str(tmp_path / "nowhere")], "ManifestError"),
+        (["shard", str(tmp_path / "nowhere"), "--tp", "1", "--dp", "1", "--out", str(out)], "CheckpointNotFoundError"),
+        (["shard", str(tiny_checkpoint), "--tp", "1", "--dp", "1", "--out", str(out)], "OutputConflictError"),
+        (["shard", str(tiny_checkpoint), "--tp", "3", "--dp", "1", "--out", str(out)], "LayoutError"),
+        (["shard", str(tiny_checkpoint), "--tp", "4", "--dp", "2", "--layout", "device", "--out", str(tmp_path / "d")],
+         "LayoutGeometryError"),
+    ):  # fmt: skip
+        assert main(command) == 1
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("v41-loader: ")]
+        assert len(errors) == 1
+        assert errors[0].startswith(f"v41-loader: {error}: ")
+    assert not (tmp_path / "d").exists()
+
+
+def test_notice_of_an_engram_checkpoint(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every output made without Engram says so."""
+    out = tmp_path / "out"
+    assert main(["shard", str(tiny_checkpoint), "--tp", "1", "--dp", "1", "--out", str(out)]) == 0
+    assert "not comparable" not in capsys.readouterr().out
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["settings"]["notice"] = "not comparable with the released model"
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["verify", str(out)]) == 0
+    assert "Engram left out: not comparable with the released model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "ranks"), [
+    ("0", (0,)), ("0,4-7", (0, 4, 5, 6, 7)), ("3-3", (3,)), ("2,1", (2, 1)),
+])  # fmt: skip
+def test_ranks_are_lists_and_ranges(text: str, ranks: tuple[int, ...]) -> None:
+    assert parse_ranks(text) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "1-2-3", "0-99999", "\u0661"])
+def test_other_ranks_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "nowhere", "--ranks", text])
+    assert caught.value.code == 2
+    assert "--ranks" in capsys.readouterr().err
