@@ -11,10 +11,11 @@ from types import ModuleType
 
 import pytest
 
-from v41_config import TINY, ModelConfig
+from v41_config import FLASH, TINY, ModelConfig
 from v41_loader import expected_tensors, synthesize_checkpoint
 from v41_loader.header import encode_header
 from v41_loader.index import INDEX_FILE, SINGLE_FILE
+from v41_loader.synth import synthesize_headers
 
 TINY_SEED = 4105
 HeaderTensor = tuple[str, str, tuple[int, ...]]
@@ -26,6 +27,14 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The synthetic checkpoint of TINY; read only."""
     directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
     synthesize_checkpoint(TINY, TINY_SEED, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def flash_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The headers of the release, without payload; read only."""
+    directory = tmp_path_factory.mktemp("flash") / "checkpoint"
+    synthesize_headers(FLASH, directory)
     return directory
 
 

@@ -105,7 +105,7 @@ def _as_stored(place: dict) -> dict:  # type: ignore[type-arg]
     expected = expected_tensors(TINY)["embed.weight"]
     ((file, entry),) = place.values()
     rule = replace(expected.rule, dtype="I8")
-    return {"embed.weight": StoredTensor(replace(expected, shape=entry.shape, rule=rule), file, entry)}
+    return {"embed.weight": StoredTensor(expected._replace(shape=entry.shape, rule=rule), file, entry)}
 
 
 @pytest.mark.parametrize(("axis", "start", "stop"), [(0, -1, 3), (0, 2, 1), (0, 0, 513), (2, 0, 1), (-1, 0, 1)])

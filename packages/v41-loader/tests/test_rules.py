@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
@@ -214,4 +213,4 @@ def test_a_rule_that_is_cut_names_the_dimension() -> None:
 def test_nbytes_follow_shape_and_dtype() -> None:
     tensor = expected_tensor(TINY, "layers.0.hc_attn_fn")
     assert tensor.nbytes == math.prod(tensor.shape) * DTYPE_BYTES["F32"] == 24 * 1024 * 4
-    assert dataclasses.replace(tensor, shape=(7,)).nbytes == 28
+    assert tensor._replace(shape=(7,)).nbytes == 28

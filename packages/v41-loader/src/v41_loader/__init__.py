@@ -15,9 +15,10 @@ from v41_loader.inventory import Inventory, read_inventory
 from v41_loader.partition import RankPart, SharedPart, rank_part, tensor_parts
 from v41_loader.rules import RULES, Partition, TensorGroup, TensorRule
 from v41_loader.sharding.manifest import Manifest
+from v41_loader.sharding.shard_plan import RankPlan, ShardPlan, plan_shards
 from v41_loader.sharding.sharder import ShardReport, shard_checkpoint
 from v41_loader.sharding.verification import VerificationReport, verify_shards
-from v41_loader.synth import SynthesisReport, synthesize_checkpoint
+from v41_loader.synth import SynthesisReport, synthesize_checkpoint, synthesize_headers
 
 if TYPE_CHECKING:
     from v41_loader.checkpoint import Checkpoint, open_checkpoint
@@ -36,6 +37,8 @@ __all__ = [
     "OutputError",
     "Partition",
     "RankPart",
+    "RankPlan",
+    "ShardPlan",
     "ShardReport",
     "ShardedCheckpoint",
     "ShardingError",
@@ -49,12 +52,14 @@ __all__ = [
     "expected_tensors",
     "open_checkpoint",
     "open_shards",
+    "plan_shards",
     "rank_part",
     "rank_tensors",
     "read_inventory",
     "shard_checkpoint",
     "shard_tensor",
     "synthesize_checkpoint",
+    "synthesize_headers",
     "synthesize_tensor",
     "tensor_parts",
     "verify_shards",

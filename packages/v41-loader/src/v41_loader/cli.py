@@ -11,12 +11,14 @@ from tqdm import tqdm
 
 from v41_config.errors import V41Error
 from v41_config.presets import PRESETS
+from v41_loader.errors import SynthesisError
 from v41_loader.inventory import read_inventory
 from v41_loader.sharding.commands import add_shard_commands
-from v41_loader.synth import synthesize_checkpoint, synthesized_tensors
+from v41_loader.sharding.plan_command import add_plan_command
+from v41_loader.synth import SynthesisReport, synthesize_checkpoint, synthesize_headers, synthesized_tensors
 
 SYNTH_SEEDS = {"tiny": 4105, "flash6": 51}
-"""The presets that `synth` offers, with the seed that their published digests belong to."""
+"""The seeds that published digests of presets belong to."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,13 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
 
     synth = commands.add_parser("synth", help="write a deterministic synthetic checkpoint")
-    synth.add_argument("--preset", choices=sorted(SYNTH_SEEDS), required=True)
+    synth.add_argument("--preset", choices=sorted(PRESETS), required=True)
     seeds = ", ".join(f"{seed} for {preset}" for preset, seed in SYNTH_SEEDS.items())
     synth.add_argument("--seed", type=int, help=f"default: {seeds}")
     synth.add_argument("--shards", type=int, default=6, help="default: %(default)s")
+    synth.add_argument("--headers-only", action="store_true",
+                       help="every tensor and all shards of the release, as sparse files without payload")  # fmt: skip
     synth.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
     synth.set_defaults(run=_synth)
 
+    add_plan_command(commands)
     add_shard_commands(commands)
     return parser
 
@@ -70,9 +75,20 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _synth(arguments: argparse.Namespace) -> None:
-    config = PRESETS[arguments.preset]
-    seed = SYNTH_SEEDS[arguments.preset] if arguments.seed is None else arguments.seed
+    config, seed = PRESETS[arguments.preset], arguments.seed
+    if arguments.headers_only:
+        report = synthesize_headers(config, arguments.out)
+        print(f"headers of {_summary(report)}: {arguments.out}")
+        return
+    if seed is None:
+        seed = SYNTH_SEEDS.get(arguments.preset)
+    if seed is None:
+        raise SynthesisError("--seed", seed, f"a seed for {arguments.preset}, which has no published one")
     total = sum(tensor.nbytes for tensor in synthesized_tensors(config).values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=arguments.preset) as bar:
         report = synthesize_checkpoint(config, seed, arguments.out, arguments.shards, progress=bar.update)
-    print(f"seed {seed}: {report.tensors} tensors, {report.nbytes} bytes in {len(report.files)} files: {arguments.out}")
+    print(f"seed {seed}: {_summary(report)}: {arguments.out}")
+
+
+def _summary(report: SynthesisReport) -> str:
+    return f"{report.tensors} tensors, {report.nbytes} bytes in {len(report.files)} files"

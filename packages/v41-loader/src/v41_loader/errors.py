@@ -162,3 +162,7 @@ class DiskFullError(OutputWriteError):
 
 class SynthesisError(V41Error):
     """A synthetic checkpoint cannot be made or written as asked."""
+
+
+class SparseFilesError(SynthesisError):
+    """The file system has no sparse files: headers alone would take the disk of the whole checkpoint."""

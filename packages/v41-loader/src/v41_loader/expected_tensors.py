@@ -6,19 +6,18 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from v41_config.model_config import ModelConfig
 from v41_loader.errors import UnknownTensorError
 from v41_loader.rules import DTYPE_BYTES, RULES, Layers, Partition, TensorRule, dimension, layer_ids
 
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.)", re.ASCII)
-_PLACEHOLDERS = ("{layer}", "{expert}")
+_LAYER, _EXPERT = _PLACEHOLDERS = ("{layer}", "{expert}")
 
 
-@dataclass(frozen=True)
-class ExpectedTensor:
+class ExpectedTensor(NamedTuple):
     """One tensor as the config implies it; `dtype` is the safetensors name, `shape` counts stored items."""
 
     name: str
@@ -65,7 +64,7 @@ def rule_of(name: str) -> tuple[TensorRule, int | None, int | None] | None:
 
 
 def _expert_ids(rule: TensorRule, config: ModelConfig) -> range:
-    if "{expert}" not in rule.pattern:
+    if _EXPERT not in rule.pattern:
         return range(1)
     if rule.layers is Layers.DRAFTING:
         return range(config.drafting.n_routed_experts if config.drafting else 0)
@@ -84,15 +83,16 @@ def expected_tensors(config: ModelConfig) -> Mapping[str, ExpectedTensor]:
     """Every tensor of a checkpoint of this config by name, skipped groups included (model.md section 20)."""
     tensors: dict[str, ExpectedTensor] = {}
     for rule in RULES:
-        has_layer, has_expert = (placeholder in rule.pattern for placeholder in _PLACEHOLDERS)
+        has_layer = _LAYER in rule.pattern
         for layer in layer_ids(rule.layers, config):
-            shape = _shape(rule, config, layer)
-            pattern = rule.pattern.replace("{layer}", str(layer))
+            shape, layer_id = _shape(rule, config, layer), layer if has_layer else None
+            before, of_expert, after = rule.pattern.replace(_LAYER, str(layer)).partition(_EXPERT)
+            if not of_expert:
+                tensors[before] = ExpectedTensor(before, rule, shape, layer_id, None)
+                continue
             for expert in _expert_ids(rule, config):
-                name = pattern.replace("{expert}", str(expert))
-                tensors[name] = ExpectedTensor(
-                    name, rule, shape, layer if has_layer else None, expert if has_expert else None
-                )
+                name = f"{before}{expert}{after}"
+                tensors[name] = ExpectedTensor(name, rule, shape, layer_id, expert)
     return MappingProxyType(tensors)
 
 

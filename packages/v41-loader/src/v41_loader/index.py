@@ -55,9 +55,11 @@ def read_index(directory: Path, allowed_root: Path | None = None) -> CheckpointI
         raise IndexSchemaError(f"{INDEX_FILE}: metadata.total_size", total_size, "a number of bytes")
     if not isinstance(weight_map, dict) or not weight_map:
         raise IndexSchemaError(f"{INDEX_FILE}: weight_map", type(weight_map).__name__, "an object of tensors")
+    first_tensors: dict[str, str] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
             raise IndexSchemaError(f"{INDEX_FILE}: {name}", file, "the name of a file")
-        require_plain_name(file, f"{INDEX_FILE}: {name}")
-    first_tensors = {file: name for name, file in reversed(weight_map.items())}
+        if file not in first_tensors:
+            require_plain_name(file, f"{INDEX_FILE}: {name}")
+            first_tensors[file] = name
     return CheckpointIndex(dict(sorted(first_tensors.items())), weight_map, total_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from v41_config.model_config import ModelConfig
 from v41_loader.errors import (
@@ -19,6 +20,7 @@ from v41_loader.errors import (
     UnknownTensorError,
 )
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
+from v41_loader.garbage_collection import collection_paused
 from v41_loader.header import TensorEntry, read_header
 from v41_loader.index import INDEX_FILE, CheckpointIndex, read_index
 from v41_loader.rules import TensorGroup
@@ -29,8 +31,7 @@ NOT_COMPARABLE = "not comparable with the released model"
 """What every output made from an Engram checkpoint without its Engram says."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor of the config and the place where its bytes stand."""
 
     expected: ExpectedTensor
@@ -116,6 +117,14 @@ def read_inventory(
             f"Engram in layers {list(config.engram.layer_ids)}",
             f"a checkpoint without Engram, or without_engram (--without-engram), which is {NOT_COMPARABLE}",
         )
+    with collection_paused():
+        files, tensors = _read_files(directory, config, root)
+    return Inventory(directory, config, files, tensors, config_file)
+
+
+def _read_files(
+    directory: Path, config: ModelConfig, root: Path | None
+) -> tuple[Mapping[str, SourceFile], Mapping[str, StoredTensor]]:
     index = read_index(directory, root)
     files: dict[str, SourceFile] = {}
     place: dict[str, tuple[str, TensorEntry]] = {}
@@ -127,8 +136,7 @@ def read_inventory(
                     raise DuplicateTensorError(f"{name} in {file}", place[name][0], "a tensor in one file")
                 place[name] = file, entry
     _compare_with_index(index, place)
-    tensors = _compare_with_config(config, place, index.total_size)
-    return Inventory(directory, config, files, tensors, config_file)
+    return files, _compare_with_config(config, place, index.total_size)
 
 
 def read_config(directory: Path, root: Path | None = None) -> tuple[ModelConfig, SourceFile]:
@@ -142,33 +150,44 @@ def read_config(directory: Path, root: Path | None = None) -> tuple[ModelConfig,
 def _compare_with_index(index: CheckpointIndex, place: Mapping[str, tuple[str, TensorEntry]]) -> None:
     if index.weight_map is None:
         return
+    held = {name: file for name, (file, _) in place.items()}
+    if held == index.weight_map:
+        return
     for name, file in index.weight_map.items():
-        holder = place[name][0] if name in place else None
-        if holder != file:
-            raise IndexCoverageError(f"{name} in {INDEX_FILE}", file, f"{holder or 'a file'} that holds the tensor")
-    for name, (file, _) in place.items():
-        if name not in index.weight_map:
-            raise IndexCoverageError(f"{name} in {file}", "no entry", f"an entry in {INDEX_FILE}")
+        if held.get(name) != file:
+            holder = held.get(name, "a file")
+            raise IndexCoverageError(f"{name} in {INDEX_FILE}", file, f"{holder} that holds the tensor")
+    name = next(name for name in held if name not in index.weight_map)
+    raise IndexCoverageError(f"{name} in {held[name]}", "no entry", f"an entry in {INDEX_FILE}")
 
 
 def _compare_with_config(
     config: ModelConfig, place: Mapping[str, tuple[str, TensorEntry]], total_size: int | None
 ) -> Mapping[str, StoredTensor]:
     expected = expected_tensors(config)
-    for name, (file, _) in place.items():
-        if name not in expected:
-            raise UnknownTensorError(f"{name} in {file}", name, "a tensor that the config has")
     tensors = {}
+    found = 0
     for name, tensor in expected.items():
-        if name not in place:
+        stored = place.get(name)
+        if stored is None:
+            _require_known(place, expected)  # a renamed tensor is told by the name it has
             raise MissingTensorError(name, "no tensor", f"{tensor.dtype} {list(tensor.shape)} in a shard")
-        file, entry = place[name]
-        if entry.dtype != tensor.dtype:
-            raise TensorDtypeError(f"{name} in {file}", entry.dtype, tensor.dtype)
-        if entry.shape != tensor.shape:
-            raise TensorShapeError(f"{name} in {file}", list(entry.shape), str(list(tensor.shape)))
+        file, entry = stored
+        _, dtype, shape, begin, end = entry
+        if dtype != tensor.rule.dtype:
+            raise TensorDtypeError(f"{name} in {file}", dtype, tensor.dtype)
+        if shape != tensor.shape:
+            raise TensorShapeError(f"{name} in {file}", list(shape), str(list(tensor.shape)))
+        found += end - begin
         tensors[name] = StoredTensor(tensor, file, entry)
-    found = sum(tensor.entry.nbytes for tensor in tensors.values())
+    if len(tensors) < len(place):
+        _require_known(place, expected)
     if total_size not in (None, found):
         raise TotalSizeError(f"total_size in {INDEX_FILE}", total_size, f"the tensors' {found} bytes")
     return tensors
+
+
+def _require_known(place: Mapping[str, tuple[str, TensorEntry]], expected: Mapping[str, ExpectedTensor]) -> None:
+    for name, (file, _) in place.items():
+        if name not in expected:
+            raise UnknownTensorError(f"{name} in {file}", name, "a tensor that the config has")

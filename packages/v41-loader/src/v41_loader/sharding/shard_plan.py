@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from v41_config.parallel_layout import ParallelLayout
 from v41_loader.errors import ShardingError
 from v41_loader.inventory import GroupTotal, Inventory, StoredTensor
 from v41_loader.layouts import get_layout
-from v41_loader.rules import TensorGroup
+from v41_loader.rules import Partition, TensorGroup
 from v41_loader.sharding.part_blocks import BLOCK_BYTES
 from v41_loader.sharding.rank_contents import stored_parts
 from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, default_threads
@@ -106,40 +106,70 @@ def plan_shards(
     layout.check(inventory.config)
     for rank in wanted:
         layout.tp_rank(rank)  # raises where the layout has no such rank
-    tensors, needed, groups = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0), {rank: {} for rank in wanted}  # type: dict[int, int], dict[int, int], dict[int, dict[TensorGroup, int]]
-    files: set[str] = set()
-    copied = read = written = largest = 0
-    for members in _alike(inventory, layout):
-        count, copy = len(members), _copy_of(members[0], inventory, layout, set(wanted), weight_layout)
-        if not copy.parts:
-            continue
-        files |= {stored.file for stored in members}
-        copied += count
-        read += count * copy.read_bytes
-        written += count * copy.written_bytes
-        largest = max(largest, copy.working_memory)
-        group = members[0].expected.rule.group
-        for part in copy.parts:
-            for rank in part.ranks:
-                tensors[rank] += count
-                needed[rank] += count * part.source_nbytes
-                groups[rank][group] = groups[rank].get(group, 0) + count * part.nbytes
+    kinds = _kinds(inventory, layout, set(wanted), weight_layout)
     totals = inventory.group_totals()
+    largest = max((kind.copy.working_memory for kind in kinds), default=0)
     return ShardPlan(
-        layout,
-        weight_layout,
-        tuple(
-            RankPlan(rank, tensors[rank], sum(groups[rank].values()), needed[rank], _in_order(groups[rank]))
-            for rank in wanted
-        ),
-        copied,
-        read,
-        written,
-        len(files),
-        len(inventory.files),
-        len(inventory.tensors),
-        sum(total.nbytes for total in totals),
-        _memory_bound(len(inventory.tensors), largest, threads or default_threads()),
-        tuple(total for total in totals if total.skipped),
-        inventory.notice,
+        layout=layout,
+        weight_layout=weight_layout,
+        ranks=tuple(_rank_plan(rank, kinds) for rank in wanted),
+        tensors=sum(kind.count for kind in kinds),
+        read_bytes=sum(kind.count * kind.copy.read_bytes for kind in kinds),
+        written_bytes=sum(kind.count * kind.copy.written_bytes for kind in kinds),
+        files=len(frozenset().union(*(kind.files for kind in kinds))),
+        checkpoint_files=len(inventory.files),
+        checkpoint_tensors=len(inventory.tensors),
+        checkpoint_bytes=sum(total.nbytes for total in totals),
+        memory_bound=_memory_bound(len(inventory.tensors), largest, threads or default_threads()),
+        skipped=tuple(total for total in totals if total.skipped),
+        notice=inventory.notice,
     )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Tensors that the ranks of a run hold in the same way; `copy` is that of one of them."""
+
+    count: int
+    files: frozenset[str]
+    copy: TensorCopy
+
+
+def _kinds(inventory: Inventory, layout: ParallelLayout, ranks: Set[int], weight_layout: str) -> list[_Kind]:
+    """What the ranks hold. 96,085 tensors are a few hundred kinds, and only these are looked at closely."""
+    config, byte_layout = inventory.config, get_layout(weight_layout)
+    owners = [layout.expert_owner(config, expert) for expert in range(config.n_routed_experts)]
+    alike: dict[tuple[str, tuple[int, ...], int | None], list[StoredTensor]] = defaultdict(list)
+    for stored in inventory.tensors.values():
+        _, rule, shape, _, expert = stored.expected
+        if rule.partition is not Partition.SKIPPED:
+            alike[rule.pattern, shape, None if expert is None else owners[expert]].append(stored)
+    kinds = []
+    for members in alike.values():
+        parts_of, parts = stored_parts(members[0].expected, config, layout, ranks, byte_layout)
+        if parts:
+            files = frozenset(stored.file for stored in members)
+            kinds.append(_Kind(len(members), files, TensorCopy(members[0], parts, parts_of)))
+    return kinds
+
+
+def _rank_plan(rank: int, kinds: Iterable[_Kind]) -> RankPlan:
+    held = [(kind.count, part) for kind in kinds for part in kind.copy.parts if rank in part.ranks]
+    groups = {
+        group: sum(count * part.nbytes for count, part in held if part.tensor.rule.group is group)
+        for group in TensorGroup
+        if any(part.tensor.rule.group is group for _, part in held)
+    }
+    return RankPlan(
+        rank=rank,
+        tensors=sum(count for count, _ in held),
+        nbytes=sum(groups.values()),
+        read_bytes=sum(count * part.source_nbytes for count, part in held),
+        groups=groups,
+    )
+
+
+def _memory_bound(tensors: int, largest: int, threads: int) -> int:
+    """Bytes; `largest` is what the tensor that needs most memory at a time needs besides the reused buffers."""
+    under_way = min(threads * largest, max(MEMORY_BUDGET, largest))
+    return tensors * _BOOKKEEPING_BYTES + threads * _BUFFERS_PER_THREAD * BLOCK_BYTES + under_way

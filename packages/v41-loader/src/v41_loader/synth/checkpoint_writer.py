@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
-import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +14,10 @@ from v41_config.model_config import ModelConfig
 from v41_loader.errors import SynthesisError
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
 from v41_loader.header import TensorEntry, encode_header
-from v41_loader.index import INDEX_FILE, shard_file
+from v41_loader.index import shard_file
 from v41_loader.synth.recipe import distribution_of
 from v41_loader.synth.row_bands import RowBand, StoredBytes, make_band, row_bands
+from v41_loader.synth.staging import appearing_at_once, write_descriptions
 
 MIN_SHARDS = 2
 """The embedding and the final norm stand in different shards."""
@@ -78,12 +76,10 @@ def synthesize_checkpoint(
         by_shard[_shard_of(tensor, config, shards)].append(tensor)
     weight_map = {t.name: shard_file(shard, shards) for shard, members in by_shard.items() for t in members}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    with _appearing_at_once(Path(directory)) as staging:
+    with appearing_at_once(Path(directory)) as staging:
         _write_shards(staging, {shard_file(i, shards): members for i, members in sorted(by_shard.items())}, seed,
                       progress or (lambda _: None), threads or os.cpu_count() or 1)  # fmt: skip
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (staging / INDEX_FILE).write_text(json.dumps(index, indent=1))
-        (staging / "config.json").write_text(json.dumps(config.to_released_json(), indent=2))
+        write_descriptions(staging, config, weight_map, total)
     return SynthesisReport(len(tensors), total, tuple(sorted(set(weight_map.values()))))
 
 
@@ -91,27 +87,6 @@ def _shard_of(tensor: ExpectedTensor, config: ModelConfig, shards: int) -> int:
     if tensor.layer is not None:
         return 1 + tensor.layer * (shards - 2) // config.num_hidden_layers
     return 0 if tensor.name.startswith("embed") else shards - 1
-
-
-@contextmanager
-def _appearing_at_once(directory: Path) -> Iterator[Path]:
-    """A staging directory beside `directory` that takes its place on success and vanishes on failure."""
-    target = Path(os.path.realpath(directory))
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise SynthesisError("directory", str(directory), "a directory that is empty or does not exist")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = target.parent / f".{target.name}.{secrets.token_hex(8)}.partial"
-        staging.mkdir()
-    except OSError as error:
-        raise SynthesisError(str(directory), error.strerror, "a place where directories can be made") from error
-    try:
-        yield staging
-        os.replace(staging, target)
-    except OSError as error:
-        raise SynthesisError(str(directory), error.strerror, "a place that takes the whole checkpoint") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_shards(
