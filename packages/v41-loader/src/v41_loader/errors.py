@@ -80,6 +80,10 @@ class MissingTensorError(CheckpointError):
     """The config asks for a tensor that the checkpoint lacks."""
 
 
+class TensorCountError(CheckpointError):
+    """The config implies more tensors than an index can name."""
+
+
 class UnknownTensorError(CheckpointError):
     """The checkpoint holds a tensor that the config does not explain."""
 

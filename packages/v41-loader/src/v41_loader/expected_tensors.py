@@ -10,10 +10,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from v41_config.model_config import ModelConfig
-from v41_loader.errors import UnknownTensorError
+from v41_loader.errors import TensorCountError, UnknownTensorError
 from v41_loader.rules import DTYPE_BYTES, RULES, Layers, Partition, TensorRule, dimension, layer_ids
 
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.)", re.ASCII)
+MAX_TENSORS = 1 << 19
+"""Five times those of the release, and as many as an index of the size that is read can name."""
+
 _LAYER, _EXPERT = _PLACEHOLDERS = ("{layer}", "{expert}")
 
 
@@ -80,7 +83,14 @@ def _shape(rule: TensorRule, config: ModelConfig, layer: int) -> tuple[int, ...]
 
 @functools.lru_cache(maxsize=4)
 def expected_tensors(config: ModelConfig) -> Mapping[str, ExpectedTensor]:
-    """Every tensor of a checkpoint of this config by name, skipped groups included (model.md section 20)."""
+    """Every tensor of a checkpoint of this config by name, skipped groups included (model.md section 20).
+
+    Raises:
+        TensorCountError: more than `MAX_TENSORS`, as a config from an untrusted directory may state.
+    """
+    count = sum(len(layer_ids(rule.layers, config)) * len(_expert_ids(rule, config)) for rule in RULES)
+    if count > MAX_TENSORS:
+        raise TensorCountError("config", f"{count} tensors", f"at most {MAX_TENSORS}")
     tensors: dict[str, ExpectedTensor] = {}
     for rule in RULES:
         has_layer = _LAYER in rule.pattern

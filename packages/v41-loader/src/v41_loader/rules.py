@@ -7,7 +7,7 @@ the reports and the synthetic checkpoints. Every name of the released checkpoint
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -139,22 +139,24 @@ def dimension(name: str | int, config: ModelConfig, layer: int) -> int:
     return value
 
 
-def layer_ids(layers: Layers, config: ModelConfig) -> tuple[int, ...]:
-    """The values of `{layer}`; one entry, never written, for a tensor that occurs once."""
-    drafting = config.drafting.num_nextn_predict_layers if config.drafting else 0
-    return {
+def layer_ids(layers: Layers, config: ModelConfig) -> Sequence[int]:
+    """The values of `{layer}`; one entry, never written, for a tensor that occurs once. Long ones are ranges: a config
+    may state any number of layers."""
+    drafting = range(config.drafting.num_nextn_predict_layers if config.drafting else 0)
+    ids: dict[Layers, Sequence[int]] = {
         Layers.NONE: (0,),
-        Layers.ALL: tuple(range(config.num_hidden_layers)),
+        Layers.ALL: range(config.num_hidden_layers),
         Layers.KV_SOURCES: config.kv_source_layer_ids,
         Layers.POOLING_KV_SOURCES: tuple(i for i in config.kv_source_layer_ids if config.compress_ratios[i] > 1),
         Layers.INDEX_SOURCES: config.index_source_layer_ids,
         Layers.ENGRAM: config.engram.layer_ids if config.engram else (),
-        Layers.DRAFTING: tuple(range(drafting)),
-        Layers.FIRST_DRAFTING: tuple(range(drafting))[:1],
-        Layers.LAST_DRAFTING: tuple(range(drafting))[-1:],
+        Layers.DRAFTING: drafting,
+        Layers.FIRST_DRAFTING: drafting[:1],
+        Layers.LAST_DRAFTING: drafting[-1:],
         Layers.VISION_TOWER: (0,) if config.vision else (),
-        Layers.VISION_BLOCKS: tuple(range(config.vision.num_hidden_layers)) if config.vision else (),
-    }[layers]
+        Layers.VISION_BLOCKS: range(config.vision.num_hidden_layers if config.vision else 0),
+    }
+    return ids[layers]
 
 
 def _quantised(

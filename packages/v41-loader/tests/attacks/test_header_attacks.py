@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from v41_loader.errors import (
 )
 from v41_loader.header import TensorEntry, read_header
 from v41_loader.source_files import open_source
+from v41_loader.strict_json import MAX_DOCUMENT_BYTES
 
 SHARD = "model-00006-of-00006.safetensors"
 Header = dict[str, Any]
@@ -51,6 +53,23 @@ def test_a_header_length_that_is_not_the_headers(damaged: Path, length: int, err
         file.write(length.to_bytes(8, "little"))
     with pytest.raises(error, match=SHARD):
         open_checkpoint(damaged)
+
+
+@pytest.mark.parametrize(("length", "error"), [
+    (MAX_DOCUMENT_BYTES, MalformedJsonError), (MAX_DOCUMENT_BYTES + 1, DocumentTooLargeError),
+])  # fmt: skip
+def test_a_header_as_long_as_the_file_allows(tmp_path: Path, length: int, error: type[CheckpointError]) -> None:
+    """A sparse file of a terabyte has room for any header: the bound is ours, not the file's."""
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little") + b"{")
+        file.truncate(1 << 40)
+    tracemalloc.start()
+    with pytest.raises(error, match=r"x\.safetensors: header"):
+        read_file(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * MAX_DOCUMENT_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 100, -1, -4096])
@@ -139,3 +158,12 @@ def test_a_dtype_outside_the_release_is_left_to_the_config(tmp_path: Path) -> No
     """A header may name any dtype; whether a tensor may have it is decided by name (see the tensor attacks)."""
     entries = read_file(write_file(tmp_path / "x.safetensors", {"a": {**ONE, "dtype": "F16"}}, 4))
     assert entries["a"].dtype == "F16"
+
+
+@pytest.mark.parametrize("value", [["x" * 10**6] * 3, {"a": list(range(10**5))}], ids=["list", "object"])
+def test_an_entry_of_megabytes_is_not_repeated_in_the_error(tmp_path: Path, value: object) -> None:
+    """A message is for people and logs: it shows what was found, not all of it."""
+    for document in ({"a": value}, {"a": ONE, "__metadata__": {"b": value}}, {"a": {**ONE, "shape": value}}):
+        with pytest.raises(HeaderSchemaError) as caught:
+            read_file(write_file(tmp_path / "x.safetensors", document, 4))
+        assert len(str(caught.value)) < 1000

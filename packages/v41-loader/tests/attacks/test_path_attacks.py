@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from v41_loader import open_checkpoint
+from v41_config import ParallelLayout
+from v41_loader import open_checkpoint, plan_shards, read_inventory, shard_checkpoint
 from v41_loader.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -111,6 +113,20 @@ def test_a_fifo(damaged: Path, file: str) -> None:
         open_checkpoint(damaged)
 
 
+def test_a_socket(damaged: Path) -> None:
+    """What cannot be opened at all, as a device without a driver cannot."""
+    (damaged / SHARD).unlink()
+    directory = os.getcwd()
+    os.chdir(damaged)  # the path of a socket has room for a hundred bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(SHARD)
+            with pytest.raises(FileReadError, match=SHARD):
+                open_checkpoint(damaged)
+    finally:
+        os.chdir(directory)
+
+
 @pytest.mark.parametrize("file", [SHARD, INDEX_FILE, "config.json"])
 def test_a_directory_in_place_of_a_file(damaged: Path, file: str) -> None:
     """A directory where a file should be."""
@@ -188,3 +204,16 @@ def test_a_shard_that_vanishes_after_the_check(damaged: Path) -> None:
     removed(damaged / SHARD)
     with pytest.raises(CheckpointNotFoundError, match=SHARD):
         checkpoint.read(checkpoint.names)
+
+
+@pytest.mark.parametrize("change", [replaced, truncated, rewritten])
+def test_a_shard_that_changes_between_plan_and_shard(
+    damaged: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """A plan was made and agreed to; what is sharded must be what was planned, or nothing."""
+    inventory, layout = read_inventory(damaged), ParallelLayout(2, 1)
+    plan_shards(inventory, layout)
+    change(damaged / SHARD)
+    with pytest.raises(SourceChangedError, match=SHARD):
+        shard_checkpoint(inventory, tmp_path / "out", layout)
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
