@@ -15,7 +15,7 @@ from v41_loader.header import TensorEntry
 from v41_loader.inventory import Inventory, StoredTensor
 from v41_loader.scale_codes import require_numbers
 from v41_loader.sharding.manifest import PartDigests
-from v41_loader.sharding.output_files import read_back, write_at, write_errors
+from v41_loader.sharding.output_files import read_back, start_flush, write_at, write_errors
 from v41_loader.sharding.part_blocks import BLOCK_BYTES, Block, BlockBuffers, part_blocks
 from v41_loader.sharding.rank_contents import RankContents, StoredPart, rank_file
 from v41_loader.source_files import SourceFile, require_unchanged
@@ -40,10 +40,8 @@ class PartDigester:
         """The next bytes of a part."""
         self._digests[part.number].update(data)
 
-    def listed(self) -> tuple[str | None, ...] | None:
-        """The digests in the order of the parts, None for those that did not pass; None where none is meant to."""
-        if not self._digests:
-            return None
+    def digests(self) -> tuple[str | None, ...]:
+        """The digests in the order of the tensor's parts; None for parts that did not pass."""
         return tuple(self._digests[n].hexdigest() if n in self._digests else None for n in range(self._parts_of))
 
 
@@ -89,7 +87,7 @@ class TensorCopy:
             DiskFullError, OutputWriteError: a rank file does not take the bytes.
         """
         read = PartDigester(self.parts, self.parts_of, algorithm)
-        written = PartDigester((part for part in self.parts if part.transform), self.parts_of, algorithm)
+        written = PartDigester(self.parts, self.parts_of, algorithm)
         positions = {part.number: 0 for part in self.parts}
         for part, block in self._blocks(fd, source, buffers):
             data = block.reshape(-1).data
@@ -102,9 +100,13 @@ class TensorCopy:
                 with write_errors(rank_file(rank)):
                     write_at(output.fd, data, output.entries[part.tensor.name].begin + positions[part.number])
             positions[part.number] += len(data)
-        digests = read.listed()
-        assert digests is not None
-        return PartDigests(source=digests, stored=written.listed())
+        for part in self.parts:
+            for rank in part.ranks:
+                entry = outputs[rank].entries[part.tensor.name]
+                with write_errors(rank_file(rank)):
+                    start_flush(outputs[rank].fd, entry.begin, entry.end)
+        transformed = self.parts[0].transform is not None
+        return PartDigests(source=read.digests(), stored=written.digests() if transformed else None)
 
     def source_digests(
         self, fd: int, source: SourceFile, algorithm: DigestAlgorithm, buffers: BlockBuffers
@@ -113,9 +115,7 @@ class TensorCopy:
         read = PartDigester(self.parts, self.parts_of, algorithm)
         for part, block in self._blocks(fd, source, buffers):
             read.add(part, block.reshape(-1).data)
-        digests = read.listed()
-        assert digests is not None
-        return digests
+        return read.digests()
 
     def stands_in(
         self,
