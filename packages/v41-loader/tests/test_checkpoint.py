@@ -87,7 +87,7 @@ def test_an_inner_part_is_read_through_a_bounded_band(tmp_path: Path, monkeypatc
     config = TINY.model_validate({f: getattr(TINY, f) for f in ModelConfig.model_fields} | {"vocab_size": rows})
     tensor = torch.arange(rows * columns, dtype=torch.int32).to(torch.int8).reshape(rows, columns)
     save_file({"embed.weight": tensor}, tmp_path / "model.safetensors")
-    monkeypatch.setattr("v41_loader.inventory._compare_with_config", lambda _c, place, _t: _as_stored(place))
+    monkeypatch.setattr("v41_loader.inventory._compare_with_config", lambda _c, held, _t: _as_stored(held.entries))
     checkpoint = open_checkpoint(tmp_path, config)
     tracemalloc.start()
     part = checkpoint.part("embed.weight", 1, 100, 200)
@@ -97,15 +97,15 @@ def test_an_inner_part_is_read_through_a_bounded_band(tmp_path: Path, monkeypatc
     assert peak < part.numel() + BAND_BYTES + (64 << 10) < tensor.numel()
 
 
-def _as_stored(place: dict) -> dict:  # type: ignore[type-arg]
+def _as_stored(entries: dict) -> dict:  # type: ignore[type-arg]
     from dataclasses import replace
 
     from v41_loader.inventory import StoredTensor
 
     expected = expected_tensors(TINY)["embed.weight"]
-    ((file, entry),) = place.values()
+    (entry,) = entries.values()
     rule = replace(expected.rule, dtype="I8")
-    return {"embed.weight": StoredTensor(expected._replace(shape=entry.shape, rule=rule), file, entry)}
+    return {"embed.weight": StoredTensor(expected._replace(shape=entry.shape, rule=rule), "model.safetensors", entry)}
 
 
 @pytest.mark.parametrize(("axis", "start", "stop"), [(0, -1, 3), (0, 2, 1), (0, 0, 513), (2, 0, 1), (-1, 0, 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from v41_loader.errors import (
@@ -96,7 +96,7 @@ def read_header(fd: int, source: SourceFile) -> Mapping[str, TensorEntry]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderSchemaError(f"{where}: {_METADATA}", metadata, "an object of strings")
     entries = [_entry(name, value, where, data) for name, value in document.items()]
-    entries.sort(key=attrgetter("begin", "end"))
+    entries.sort(key=itemgetter(3, 4))  # begin and end
     end = data
     for entry in entries:
         if entry.begin != end:

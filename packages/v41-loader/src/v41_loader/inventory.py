@@ -127,16 +127,28 @@ def _read_files(
 ) -> tuple[Mapping[str, SourceFile], Mapping[str, StoredTensor]]:
     index = read_index(directory, root)
     files: dict[str, SourceFile] = {}
-    place: dict[str, tuple[str, TensorEntry]] = {}
+    held = _HeldTensors({}, {})
     for file, first_tensor in index.files.items():
         with open_source(directory, file, root, wanted_for=first_tensor) as (fd, source):
             files[file] = source
-            for name, entry in read_header(fd, source).items():
-                if name in place:
-                    raise DuplicateTensorError(f"{name} in {file}", place[name][0], "a tensor in one file")
-                place[name] = file, entry
-    _compare_with_index(index, place)
-    return files, _compare_with_config(config, place, index.total_size)
+            held.add(file, read_header(fd, source))
+    _compare_with_index(index, held)
+    return files, _compare_with_config(config, held, index.total_size)
+
+
+@dataclass(frozen=True)
+class _HeldTensors:
+    """What the headers of all files say, by tensor. Two flat mappings: they grow without a step per tensor."""
+
+    files: dict[str, str]
+    entries: dict[str, TensorEntry]
+
+    def add(self, file: str, header: Mapping[str, TensorEntry]) -> None:
+        if repeated := self.files.keys() & header.keys():
+            name = next(name for name in header if name in repeated)
+            raise DuplicateTensorError(f"{name} in {file}", self.files[name], "a tensor in one file")
+        self.files.update(dict.fromkeys(header, file))
+        self.entries.update(header)
 
 
 def read_config(directory: Path, root: Path | None = None) -> tuple[ModelConfig, SourceFile]:
@@ -147,32 +159,27 @@ def read_config(directory: Path, root: Path | None = None) -> tuple[ModelConfig,
         return config, source
 
 
-def _compare_with_index(index: CheckpointIndex, place: Mapping[str, tuple[str, TensorEntry]]) -> None:
-    if index.weight_map is None:
-        return
-    held = {name: file for name, (file, _) in place.items()}
-    if held == index.weight_map:
+def _compare_with_index(index: CheckpointIndex, held: _HeldTensors) -> None:
+    if index.weight_map is None or index.weight_map == held.files:
         return
     for name, file in index.weight_map.items():
-        if held.get(name) != file:
-            holder = held.get(name, "a file")
+        if held.files.get(name) != file:
+            holder = held.files.get(name, "a file")
             raise IndexCoverageError(f"{name} in {INDEX_FILE}", file, f"{holder} that holds the tensor")
-    name = next(name for name in held if name not in index.weight_map)
-    raise IndexCoverageError(f"{name} in {held[name]}", "no entry", f"an entry in {INDEX_FILE}")
+    name = next(name for name in held.files if name not in index.weight_map)
+    raise IndexCoverageError(f"{name} in {held.files[name]}", "no entry", f"an entry in {INDEX_FILE}")
 
 
-def _compare_with_config(
-    config: ModelConfig, place: Mapping[str, tuple[str, TensorEntry]], total_size: int | None
-) -> Mapping[str, StoredTensor]:
+def _compare_with_config(config: ModelConfig, held: _HeldTensors, total_size: int | None) -> Mapping[str, StoredTensor]:
     expected = expected_tensors(config)
     tensors = {}
     found = 0
     for name, tensor in expected.items():
-        stored = place.get(name)
-        if stored is None:
-            _require_known(place, expected)  # a renamed tensor is told by the name it has
+        entry = held.entries.get(name)
+        if entry is None:
+            _require_known(held, expected)  # a renamed tensor is told by the name it has
             raise MissingTensorError(name, "no tensor", f"{tensor.dtype} {list(tensor.shape)} in a shard")
-        file, entry = stored
+        file = held.files[name]
         _, dtype, shape, begin, end = entry
         if dtype != tensor.rule.dtype:
             raise TensorDtypeError(f"{name} in {file}", dtype, tensor.dtype)
@@ -180,14 +187,14 @@ def _compare_with_config(
             raise TensorShapeError(f"{name} in {file}", list(shape), str(list(tensor.shape)))
         found += end - begin
         tensors[name] = StoredTensor(tensor, file, entry)
-    if len(tensors) < len(place):
-        _require_known(place, expected)
+    if len(tensors) < len(held.entries):
+        _require_known(held, expected)
     if total_size not in (None, found):
         raise TotalSizeError(f"total_size in {INDEX_FILE}", total_size, f"the tensors' {found} bytes")
     return tensors
 
 
-def _require_known(place: Mapping[str, tuple[str, TensorEntry]], expected: Mapping[str, ExpectedTensor]) -> None:
-    for name, (file, _) in place.items():
+def _require_known(held: _HeldTensors, expected: Mapping[str, ExpectedTensor]) -> None:
+    for name, file in held.files.items():
         if name not in expected:
             raise UnknownTensorError(f"{name} in {file}", name, "a tensor that the config has")
