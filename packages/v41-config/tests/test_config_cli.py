@@ -99,7 +99,7 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--context", "0"], "CapacityError: context: expected an integer of at least 1, found 0"),
         (["plan", "--context", "1048577"], "CapacityError: context: expected at most max_position_embeddings"),
         (["plan", "--requests", "-1"], "CapacityError: requests: expected an integer of at least 1, found -1"),
-        (["plan", "--tp", "3"], "LayoutError: tp=3: expected tp that divides num_attention_heads"),
+        (["plan", "--tp", "3"], "LayoutError: tp: expected a divisor of num_attention_heads = 64, found 3"),
         (["plan", "--tp", "0"], "LayoutError: tp: expected a size of at least 1, found 0"),
         (["plan", "--hbm", "lots"], "CapacityError: --hbm: expected a size above 0"),
         (["plan", "--config", "nowhere"], "ConfigError: nowhere: expected a readable config.json"),

@@ -59,18 +59,26 @@ def test_expert_owners_are_the_ranks_that_hold_them(layout: ParallelLayout) -> N
 
 
 NOT_DIVIDING = [
-    (FLASH, ParallelLayout(3, 1), "tp=3", "num_attention_heads=64"),
-    (FLASH, ParallelLayout(16, 1), "tp=16", "o_groups=8"),
-    (TINY, ParallelLayout(8, 1), "tp=8", "o_groups=4"),
-    (TINY.model_copy(update={"vocab_size": 510}), ParallelLayout(4, 1), "tp=4", "vocab_size=510"),
-    (FLASH, ParallelLayout(1, 5), "ep=5", "n_routed_experts=384"),
-    (FLASH, ParallelLayout(4, 64), "ep=256", "n_routed_experts=384"),
-    (TINY.model_copy(update={"n_routed_experts": 6}), ParallelLayout(4, 1), "ep=4", "n_routed_experts=6"),
+    (FLASH, ParallelLayout(3, 1), "tp", 3, "a divisor of num_attention_heads = 64"),
+    (FLASH, ParallelLayout(16, 1), "tp", 16, "a divisor of o_groups = 8"),
+    (TINY, ParallelLayout(8, 1), "tp", 8, "a divisor of o_groups = 4"),
+    (TINY.model_copy(update={"vocab_size": 510}), ParallelLayout(4, 1), "tp", 4, "a divisor of vocab_size = 510"),
+    (FLASH, ParallelLayout(1, 5), "ep = tp * dp", 5, "a divisor of n_routed_experts = 384"),
+    (FLASH, ParallelLayout(4, 64), "ep = tp * dp", 256, "a divisor of n_routed_experts = 384"),
+    (
+        TINY.model_copy(update={"n_routed_experts": 6}),
+        ParallelLayout(4, 1),
+        "ep = tp * dp",
+        4,
+        "a divisor of n_routed_experts = 6",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("config", "layout", "where", "found"), NOT_DIVIDING)
-def test_sizes_that_do_not_divide(config: ModelConfig, layout: ParallelLayout, where: str, found: str) -> None:
+@pytest.mark.parametrize(("config", "layout", "where", "found", "rule"), NOT_DIVIDING)
+def test_sizes_that_do_not_divide(
+    config: ModelConfig, layout: ParallelLayout, where: str, found: int, rule: str
+) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: layout.check(config),
         lambda: layout.head_range(config, 0),
@@ -82,7 +90,7 @@ def test_sizes_that_do_not_divide(config: ModelConfig, layout: ParallelLayout, w
     for call in calls:
         with pytest.raises(LayoutError) as caught:
             call()
-        assert (caught.value.where, caught.value.found) == (where, found)
+        assert (caught.value.where, caught.value.found, caught.value.expected) == (where, found, rule)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "4", None])

@@ -129,7 +129,7 @@ def test_one_line_and_exit_code_2(
         ({"--requests": str(bad)}, "requests[0][1]: expected 0 <= token id < vocab_size = 512, found 600"),
         ({"--requests": str(tmp_path / "none.json")}, "none.json"),
         ({"--checkpoint": str(tmp_path / "none")}, "none"),
-        ({"--tp": "3"}, "tp=3"),
+        ({"--tp": "3"}, "tp: expected a divisor of num_attention_heads = 8, found 3"),
         ({"--threads": "0"}, "--threads: expected at least 1"),
         ({"--dp": "0"}, "dp: expected a size of at least 1"),
         ({"--decode": "-1"}, "decode: expected at least 0"),

@@ -216,7 +216,9 @@ class TestCommand:
         save_file({**dump, "layer.01.mystery": torch.zeros(1)}, tmp_path / "dump.safetensors")
         vectors = str(tmp_path / "dump.safetensors")
         assert main(["conform", "--checkpoint", str(tiny_directory), "--vectors", vectors]) == 0
-        assert "not compared: layer.01.mystery" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "not compared: layer.01.mystery" in out
+        assert "1 tensors of the file NOT compared" in out.splitlines()[-1]
 
     def test_a_bad_bound(self, tiny_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = ["--vectors", "none.safetensors", "--max-relative-l2", "1.5"]

@@ -58,7 +58,7 @@ class ParallelLayout:
             ("ep", self.ep, "n_routed_experts", config.n_routed_experts),
         ):
             if size % parts:
-                raise LayoutError(f"{ranks}={parts}", f"{name}={size}", f"{ranks} that divides {name}")
+                raise LayoutError("ep = tp * dp" if ranks == "ep" else ranks, parts, f"a divisor of {name} = {size}")
 
     def head_range(self, config: ModelConfig, rank: int) -> range:
         """Query heads (and attention sinks) of a rank."""

@@ -30,7 +30,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
     require_writable(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the umask gives; some writers make files for their owner alone
         yield temporary
+        temporary.chmod(mode)
         os.replace(temporary, path)
     except OSError as error:
         raise OutputError(str(path), str(error), "a file that can be written") from error

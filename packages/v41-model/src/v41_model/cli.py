@@ -7,6 +7,7 @@ code; :data:`COMMANDS` lists them.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,9 @@ from v41_model.forward_command import add_forward_command
 from v41_model.generate_command import add_generate_command
 
 __all__ = ["main"]
+
+INTERRUPTED = 130
+"""Exit code of a command that was stopped from the keyboard."""
 
 BAD_INPUT = 2
 """Exit code of every typed error (and of argparse)."""
@@ -39,7 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except V41Error as error:
         print(f"v41-model: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return code

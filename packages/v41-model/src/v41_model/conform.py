@@ -51,7 +51,16 @@ def _compared(
 ) -> Iterator[TensorReport]:
     for key in sorted(file.tensors, key=_computation_order):
         stored = file.tensors[key]
-        if key == "tokens" or key not in computed:
+        if key == "tokens":
+            continue
+        if (
+            key.endswith(("compressor_kv_state", "compressor_score_state"))
+            and key not in computed
+            and _has(computed, key)
+        ):
+            yield TensorReport(stage, key, 0, 0, None, 0.0, True, "no pair is open")
+            continue
+        if key not in computed:
             continue
         ours = computed[key]
         if key.endswith(".topk"):  # a stored list may be narrower than index_topk where fewer entries exist
@@ -63,6 +72,11 @@ def _compared(
         elif key.endswith(("compressor_kv_state", "compressor_score_state")):
             stored = stored[: ours.shape[0]]  # behind the open token stands whatever an earlier pair left
         yield compare(stage, key, ours, stored, max_relative_l2)
+
+
+def _has(computed: dict[str, Tensor], key: str) -> bool:
+    """Whether the layer of a compressor state compresses at all: a closed pair leaves no state to compare."""
+    return key.rpartition(".")[0] + ".compressed_kv" in computed
 
 
 def steps_of(file: VectorsFile) -> int:
@@ -104,14 +118,15 @@ def format_table(reports: list[TensorReport]) -> str:
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows)
 
 
-def summary(reports: list[TensorReport]) -> str:
+def summary(reports: list[TensorReport], skipped: int = 0) -> str:
     """One line: all equal, or the first tensor that differs, layer-local before end to end."""
     failed = [r for r in reports if not r.passed]
+    rest = f"; {skipped} tensors of the file NOT compared" if skipped else ""
     if not failed:
-        return f"PASS: {len(reports)} comparisons, {sum(r.elements for r in reports)} elements"
+        return f"PASS: {len(reports)} comparisons, {sum(r.elements for r in reports)} elements{rest}"
     first = failed[0]
     where = f"{first.stage} {first.key} ({first.mismatches} of {first.elements} elements)"
-    return f"FAIL: {len(failed)} of {len(reports)} comparisons; first: {where}"
+    return f"FAIL: {len(failed)} of {len(reports)} comparisons; first: {where}{rest}"
 
 
 def exit_code(reports: list[TensorReport]) -> int:

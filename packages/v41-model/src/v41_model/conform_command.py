@@ -33,10 +33,13 @@ def add_conform_command(subparsers: Subparsers) -> None:
         "conform",
         help="find the first layer where a dump of another engine differs",
         description="Replays a vectors file layer by layer from its stored inputs and selections, then end to end. "
-        "Exit code 0: all within the rule; 1: something differs; 2: nothing to replay, or bad input.",
+        "Exit code 0: all that was compared is within --max-relative-l2; 1: something differs; "
+        "2: nothing to replay, or bad input.",
     )
     add_checkpoint_options(parser)
-    parser.add_argument("--vectors", type=Path, required=True, metavar="FILE.safetensors")
+    parser.add_argument(
+        "--vectors", type=Path, required=True, metavar="FILE.safetensors", help="keys: docs/vectors.md of v41-model"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the table as JSON")
     parser.add_argument(
         "--max-relative-l2",
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(format_table(reports))
     if skipped:
         print(f"not compared: {', '.join(skipped)}")
-    print(summary(reports))
+    print(summary(reports, len(skipped)))
     if arguments.json is not None:
         write_json(arguments.json, reports, skipped)
     return exit_code(reports)

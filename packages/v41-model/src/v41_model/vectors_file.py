@@ -97,7 +97,7 @@ REPLAY_INPUTS = frozenset(
 
 def _token_ids(tensors: dict[str, Tensor], key: str, config: ModelConfig) -> list[int]:
     if key not in tensors:
-        raise VectorsError(key, None, "token ids")
+        raise VectorsError(key, f"no such tensor among {len(tensors)}", "token ids, integers [T]")
     ids = tensors[key]
     if ids.dim() != 1 or ids.dtype not in _INTEGERS:
         raise VectorsError(key, f"{ids.dtype} {list(ids.shape)}", "integers [T]")
