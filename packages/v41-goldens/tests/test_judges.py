@@ -29,9 +29,7 @@ def test_every_bit_of_every_element_counts(dtype: torch.dtype) -> None:
 
 def test_sign_of_zero_shape_and_dtype_count() -> None:
     zero = torch.zeros(2)
-    with pytest.raises(
-        AssertionError, match=r"expected 0.0 \(0x00000000\), found -0.0 \(0x80000000\); 2 of 2"
-    ):
+    with pytest.raises(AssertionError, match=r"expected 0.0 \(0x00000000\), found -0.0 \(0x80000000\); 2 of 2"):
         assert_equal_bits(-zero, zero, "zero")
     with pytest.raises(AssertionError, match=r"expected torch.float32 \[2\], found torch.float32 \[1, 2\]"):
         assert_equal_bits(zero.unsqueeze(0), zero, "zero")
