@@ -1,4 +1,4 @@
-"""Checkpoints for the loader's tests: a real synthetic one, copies to damage, and header-only ones of any content."""
+"""Checkpoints and shards for the loader's tests: synthetic ones, copies to damage, header-only ones of any content."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from v41_config import FLASH, TINY, ModelConfig
-from v41_loader import expected_tensors, synthesize_checkpoint
+from v41_config import FLASH, TINY, ModelConfig, ParallelLayout
+from v41_loader import Inventory, expected_tensors, read_inventory, shard_checkpoint, synthesize_checkpoint
 from v41_loader.header import encode_header
 from v41_loader.index import INDEX_FILE, SINGLE_FILE
 from v41_loader.synth import synthesize_headers
 
 TINY_SEED = 4105
+SMALL_LAYOUT = ParallelLayout(2, 2)
 HeaderTensor = tuple[str, str, tuple[int, ...]]
 """Name, safetensors dtype and shape."""
 
@@ -36,6 +38,31 @@ def flash_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("flash") / "checkpoint"
     synthesize_headers(FLASH, directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def small_source(tmp_path_factory: pytest.TempPathFactory) -> Inventory:
+    """A checkpoint of the smallest widths that the device layout takes, for TP2 and DP2; read only."""
+    config = FLASH.scaled(hidden_size=256, num_hidden_layers=6, vocab_size=64, layout=SMALL_LAYOUT,
+                          moe_intermediate_size=256, n_routed_experts=4, num_experts_per_tok=2)  # fmt: skip
+    directory = tmp_path_factory.mktemp("small") / "checkpoint"
+    synthesize_checkpoint(config, 1, directory, shards=3)
+    return read_inventory(directory)
+
+
+@pytest.fixture(scope="session")
+def small_shards(small_source: Inventory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Its shards for TP2 and DP2 by layout; read only."""
+    directory = tmp_path_factory.mktemp("shards")
+    for weight_layout in ("canonical", "device"):
+        shard_checkpoint(small_source, directory / weight_layout, SMALL_LAYOUT, weight_layout=weight_layout)
+    return {path.name: path for path in directory.iterdir()}
+
+
+@pytest.fixture
+def canonical_shards(small_shards: dict[str, Path], tmp_path: Path) -> Path:
+    """Canonical shards that a test may damage."""
+    return Path(shutil.copytree(small_shards["canonical"], tmp_path / "shards"))
 
 
 @pytest.fixture
@@ -88,3 +115,32 @@ def write_headers(tmp_path: Path) -> Callable[..., Path]:
         return directory
 
     return write
+
+
+@pytest.fixture
+def edit_header() -> Callable[..., None]:
+    """Rewrites the header of a safetensors file: `edit(header, payload)` changes either in place."""
+
+    def rewrite(path: Path, edit: Callable[[dict[str, Any], bytearray], object]) -> None:
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header, payload = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+        edit(header, payload)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
+
+    return rewrite
+
+
+@pytest.fixture
+def edit_manifest() -> Callable[..., None]:
+    """Rewrites the manifest of a sharded directory: `edit(document)` changes it in place."""
+
+    def rewrite(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+        path = directory / "manifest.json"
+        document = json.loads(path.read_text())
+        edit(document)
+        path.write_text(json.dumps(document))
+
+    return rewrite

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from v41_config import FLASH, TINY, ParallelLayout
+from v41_config import TINY, ParallelLayout
 from v41_loader import (
+    Inventory,
     ShardedCheckpoint,
     open_checkpoint,
     open_shards,
     rank_tensors,
     read_inventory,
     shard_checkpoint,
-    synthesize_checkpoint,
 )
 from v41_loader.errors import (
     DigestMismatchError,
@@ -135,21 +135,17 @@ def test_a_checkpoint_is_no_sharded_directory(tiny_checkpoint: Path) -> None:
         open_shards(tiny_checkpoint)
 
 
-def test_the_device_layout_is_for_who_asks_for_it(tmp_path: Path) -> None:
+def test_the_device_layout_is_for_who_asks_for_it(small_source: Inventory, small_shards: dict[str, Path]) -> None:
     """Torch code reads the canonical layout; the other one has the same names and, some of them, the same shapes."""
-    layout = ParallelLayout(2, 1)
-    config = FLASH.scaled(hidden_size=256, num_hidden_layers=6, vocab_size=64, layout=layout,
-                          moe_intermediate_size=256, n_routed_experts=2, num_experts_per_tok=1)  # fmt: skip
-    synthesize_checkpoint(config, 1, tmp_path / "checkpoint")
-    shard_checkpoint(read_inventory(tmp_path / "checkpoint"), tmp_path / "out", layout, weight_layout="device")
     with pytest.raises(WeightLayoutError) as caught:
-        open_shards(tmp_path / "out")
+        open_shards(small_shards["device"])
     assert (caught.value.found, caught.value.expected) == ("device", "shards in the canonical layout")
-    shards: ShardedCheckpoint = open_shards(tmp_path / "out", weight_layout="device")
+    shards: ShardedCheckpoint = open_shards(small_shards["device"], weight_layout="device")
+    assert open_shards(small_shards["canonical"]).config == shards.config
     changed = 0
-    with open_checkpoint(tmp_path / "checkpoint") as checkpoint:
+    with open_checkpoint(small_source.directory) as checkpoint:
         for rank in shards.ranks:
-            for name, tensor in rank_tensors(checkpoint, layout, rank).items():
+            for name, tensor in rank_tensors(checkpoint, shards.layout, rank).items():
                 expected = checkpoint.inventory.tensors[name].expected
                 transform = get_layout("device").transform(expected, tuple(tensor.shape))
                 found = shards.tensor(rank, name)

@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from v41_config import FLASH, ParallelLayout
-from v41_loader import DigestAlgorithm, read_inventory, shard_checkpoint, synthesize_checkpoint, verify_shards
+from v41_config import ParallelLayout
+from v41_loader import (
+    DigestAlgorithm,
+    Inventory,
+    read_inventory,
+    shard_checkpoint,
+    synthesize_checkpoint,
+    verify_shards,
+)
 from v41_loader.errors import ManifestError, OutputConflictError
 from v41_loader.sharding.output_directory import JOURNAL_FILE, PARTIAL_DIRECTORY
 
 TP2_DP2 = ParallelLayout(2, 2)
-SMALL = FLASH.scaled(
-    hidden_size=256, num_hidden_layers=6, vocab_size=64, layout=TP2_DP2, moe_intermediate_size=256, n_routed_experts=4,
-    num_experts_per_tok=2,
-)  # fmt: skip
-"""The smallest widths that the device layout takes."""
 
 TRIALS = """
 import json, os, signal, sys
@@ -97,10 +99,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("small") / "checkpoint"
-    synthesize_checkpoint(SMALL, 1, directory, shards=3)
-    return directory
+def source(small_source: Inventory) -> Path:
+    return small_source.directory
 
 
 @pytest.mark.parametrize(("weight_layout", "every"), [("canonical", 1), ("device", 5)])
@@ -239,15 +239,15 @@ def test_partial_files_are_not_trusted(source: Path, interrupted: Path, tmp_path
     assert contents(interrupted) == contents(tmp_path / "reference")
 
 
-def test_an_interrupted_run_starts_anew_when_its_source_has_changed(tmp_path: Path) -> None:
+def test_an_interrupted_run_starts_anew_when_its_source_has_changed(small_source: Inventory, tmp_path: Path) -> None:
     """Half of the old weights and half of the new would pass every digest."""
     source, out = tmp_path / "checkpoint", tmp_path / "out"
-    synthesize_checkpoint(SMALL, 1, source, shards=3)
+    synthesize_checkpoint(small_source.config, 1, source, shards=3)
     run_trials(source, "canonical", [(out, [1000])])
     for path in source.iterdir():
         path.unlink()
     source.rmdir()
-    synthesize_checkpoint(SMALL, 2, source, shards=3)
+    synthesize_checkpoint(small_source.config, 2, source, shards=3)
     inventory = read_inventory(source)
     shard_checkpoint(inventory, out, TP2_DP2)
     assert verify_shards(out, inventory).source == source

@@ -11,7 +11,7 @@ from v41_loader.expected_tensors import ExpectedTensor
 from v41_loader.rules import Partition
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankPart:
     """Stored items `[start, stop)` along `axis`; a whole tensor where `axis` is None."""
 
@@ -63,7 +63,7 @@ def _items(tensor: ExpectedTensor, axis: int, edge: int, count: int, layout: Par
     return items
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SharedPart:
     """A part of a tensor, and the ranks that hold it."""
 

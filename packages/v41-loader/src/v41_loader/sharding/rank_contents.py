@@ -23,7 +23,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:02d}.safetensors"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredPart:
     """One part of a tensor as rank files store it: `dtype` and `shape` after `transform` (None: bytes as they are).
 

@@ -45,7 +45,7 @@ class PartDigester:
         return tuple(self._digests[n].hexdigest() if n in self._digests else None for n in range(self._parts_of))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorCopy:
     """One tensor and those of its parts that the ranks of a run hold."""
 
