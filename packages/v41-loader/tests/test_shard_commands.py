@@ -10,9 +10,13 @@ import pytest
 from v41_config import ParallelLayout
 from v41_loader import DigestAlgorithm, read_inventory, shard_checkpoint
 from v41_loader.cli import main
-from v41_loader.sharding.commands import parse_ranks
+from v41_loader.sharding.command_options import parse_ranks
 
 RANKS = [f"rank-{rank:02d}.safetensors" for rank in range(8)]
+
+
+def shard(checkpoint: Path, tp: int, dp: int) -> list[str]:
+    return ["shard", "--checkpoint", str(checkpoint), "--tp", str(tp), "--dp", str(dp)]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -25,7 +29,7 @@ def names(directory: Path) -> list[str]:
 
 def test_shard_then_verify(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
-    assert main(["shard", str(tiny_checkpoint), "--tp", "4", "--dp", "2", "--out", out]) == 0
+    assert main([*shard(tiny_checkpoint, 4, 2), "--out", out]) == 0
     printed = rows(capsys.readouterr().out)
     assert ["routed", "experts", "960", "4,177,920", "4,177,920"] in printed
     assert ["router", "bias", "of", "image", "tokens", "10", "640", "skipped"] in printed
@@ -41,7 +45,7 @@ def test_shard_then_verify(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
 
 def test_the_same_as_the_function(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With every option; ranks are added afterwards."""
-    command = ["shard", str(tiny_checkpoint), "--tp", "2", "--dp", "2", "--digest", "sha256", "--layout", "canonical",
+    command = [*shard(tiny_checkpoint, 2, 2), "--digest", "sha256", "--layout", "canonical",
                "--threads", "2", "--out", str(tmp_path / "out")]  # fmt: skip
     assert main([*command, "--ranks", "1,3"]) == 0
     assert main([*command, "--ranks", "0-3"]) == 0
@@ -55,7 +59,7 @@ def test_the_same_as_the_function(tiny_checkpoint: Path, tmp_path: Path, capsys:
 def test_a_bar_shows_bytes_per_second_and_the_time_left(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["shard", str(tiny_checkpoint), "--tp", "1", "--dp", "1", "--out", str(tmp_path / "out")]) == 0
+    assert main([*shard(tiny_checkpoint, 1, 1), "--out", str(tmp_path / "out")]) == 0
     last = capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
     assert "shard: 100%" in last
     assert "8.67M/8.67M [00:0" in last
@@ -76,24 +80,25 @@ def test_verify_of_some_ranks_says_so(
 
 def test_one_line_for_what_is_wrong(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["shard", str(tiny_checkpoint), "--tp", "4", "--dp", "2", "--ranks", "0", "--out", str(out)]) == 0
+    assert main([*shard(tiny_checkpoint, 4, 2), "--ranks", "0", "--out", str(out)]) == 0
     path = out / RANKS[0]
     path.write_bytes(path.read_bytes()[:-1] + b"\x55")
     capsys.readouterr()
     for command, error in (
         (["verify", str(out), "--ranks", "0"], "DigestMismatchError"),
         (["verify", str(tmp_path / "nowhere")], "ManifestError"),
-        (["shard", str(tmp_path / "nowhere"), "--tp", "1", "--dp", "1", "--out", str(out)], "CheckpointNotFoundError"),
-        (["shard", str(tiny_checkpoint), "--tp", "1", "--dp", "1", "--out", str(out)], "OutputConflictError"),
-        (["shard", str(tiny_checkpoint), "--tp", "3", "--dp", "1", "--out", str(out)], "LayoutError"),
-        (["shard", str(tiny_checkpoint), "--tp", "4", "--dp", "2", "--layout", "device", "--out", str(tmp_path / "d")],
+        ([*shard(tmp_path / "nowhere", 1, 1), "--out", str(out)], "CheckpointNotFoundError"),
+        ([*shard(tiny_checkpoint, 1, 1), "--out", str(out)], "OutputConflictError"),
+        ([*shard(tiny_checkpoint, 3, 1), "--out", str(out)], "LayoutError"),
+        ([*shard(tiny_checkpoint, 4, 2), "--threads", "0", "--out", str(tmp_path / "t")], "ShardingError"),
+        ([*shard(tiny_checkpoint, 4, 2), "--layout", "device", "--out", str(tmp_path / "d")],
          "LayoutGeometryError"),
     ):  # fmt: skip
         assert main(command) == 1
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("v41-loader: ")]
         assert len(errors) == 1
         assert errors[0].startswith(f"v41-loader: {error}: ")
-    assert not (tmp_path / "d").exists()
+    assert not {"d", "t"} & set(names(tmp_path))
 
 
 def test_notice_of_an_engram_checkpoint(
@@ -101,7 +106,7 @@ def test_notice_of_an_engram_checkpoint(
 ) -> None:
     """Every output made without Engram says so."""
     out = tmp_path / "out"
-    assert main(["shard", str(tiny_checkpoint), "--tp", "1", "--dp", "1", "--out", str(out)]) == 0
+    assert main([*shard(tiny_checkpoint, 1, 1), "--out", str(out)]) == 0
     assert "not comparable" not in capsys.readouterr().out
     manifest = json.loads((out / "manifest.json").read_text())
     manifest["settings"]["notice"] = "not comparable with the released model"

@@ -96,8 +96,8 @@ def test_a_disk_without_room_is_known_before_anything_is_read(
 def test_a_limit_that_the_kernel_enforces(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """A file size limit makes real writes fail, in threads and all; the command says so in one line."""
     code = "import sys; from v41_loader.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "shard", str(tiny_checkpoint), "--tp", "2", "--dp", "1", "--out",
-               str(tmp_path / "out")]  # fmt: skip
+    options = ["--checkpoint", str(tiny_checkpoint), "--tp", "2", "--dp", "1", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-c", code, "shard", *options]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))

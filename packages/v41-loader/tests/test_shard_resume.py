@@ -138,8 +138,9 @@ def test_what_was_done_is_not_done_again(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight_layout", ["canonical", "device"])
 def test_the_command_can_be_killed_at_any_time(source: Path, tmp_path: Path, weight_layout: str) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-c", "import sys; from v41_loader.cli import main; sys.exit(main())", "shard",
-               str(source), "--tp", "2", "--dp", "2", "--layout", weight_layout, "--out", str(out)]  # fmt: skip
+    options = ["--checkpoint", str(source), "--tp", "2", "--dp", "2", "--layout", weight_layout, "--out", str(out)]
+    code = "import sys; from v41_loader.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "shard", *options]
     chance = random.Random(2)
     journal = out / PARTIAL_DIRECTORY / JOURNAL_FILE
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -22,11 +22,12 @@ class Job(Generic[R]):
     cost: int = 0
 
 
-def run_jobs(jobs: Iterable[Job[R]], threads: int, budget: int = 0) -> Iterator[R]:
+def run_jobs(jobs: Iterable[Job[R]], threads: int, budget: int = 0) -> Generator[R, None, None]:
     """The results of jobs as they are ready. `jobs` is consumed from the calling thread, little ahead of the work.
 
     Jobs under way cost at most `budget` bytes together; one that costs more runs alone. The first job to fail ends the
-    others (those that have begun finish) and its error is raised.
+    others (those that have begun finish) and its error is raised. A caller that may leave off closes the generator
+    (`contextlib.closing`): when that returns, no job runs any more.
     """
     with ThreadPoolExecutor(threads) as pool:
         costs: dict[Future[R], int] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,10 +10,16 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from v41_config.parallel_layout import ParallelLayout
 from v41_loader.digests import DigestAlgorithm
 from v41_loader.inventory import GroupTotal, read_inventory
-from v41_loader.layouts import LAYOUTS
+from v41_loader.sharding.command_options import (
+    add_root_option,
+    add_sharding_options,
+    add_threads_option,
+    parallel_layout,
+    parse_ranks,
+    sharded_inventory,
+)
 from v41_loader.sharding.rank_contents import GroupContents, rank_file
 from v41_loader.sharding.rank_file_writer import Progress
 from v41_loader.sharding.sharder import shard_checkpoint
@@ -24,62 +29,32 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-_RANKS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
-
-
 def add_shard_commands(commands: Commands) -> None:
     """Add both to a parser's commands."""
     shard = commands.add_parser("shard", help="write each rank's part of a checkpoint to a file of its own")
-    shard.add_argument("directory", type=Path, metavar="DIR", help="released-format checkpoint directory")
-    shard.add_argument("--tp", type=int, required=True, help="ranks of an attention group")
-    shard.add_argument("--dp", type=int, required=True, help="groups that share the requests; experts go by TP x DP")
-    shard.add_argument("--ranks", type=parse_ranks, help="only these, such as 0,4-7; more can be added to OUT later")
-    shard.add_argument("--layout", choices=[layout.name for layout in LAYOUTS], default="canonical",
-                       help="byte layout of the weights (default: %(default)s)")  # fmt: skip
+    add_sharding_options(shard)
+    add_threads_option(shard)
     shard.add_argument("--digest", choices=[a.value for a in DigestAlgorithm], default=DigestAlgorithm.XXH3_128.value,
                        help="of every tensor, in the manifest (default: %(default)s)")  # fmt: skip
     shard.add_argument("--out", type=Path, required=True, metavar="DIR", help="new, empty, or an interrupted run's")
-    shard.add_argument("--without-engram", action="store_true", help="accept a checkpoint whose Engram is left out")
-    _add_common(shard)
     shard.set_defaults(run=_shard)
 
     verify = commands.add_parser("verify", help="prove that shards are the checkpoint they were made from")
     verify.add_argument("directory", type=Path, metavar="DIR", help="directory that `shard` completed")
     verify.add_argument("--source", type=Path, metavar="DIR", help="read the checkpoint again and compare it too")
-    verify.add_argument("--ranks", type=parse_ranks, help="only these; the union stays unproven")
-    _add_common(verify)
+    verify.add_argument("--ranks", type=parse_ranks, metavar="LIST", help="only these; the union stays unproven")
+    add_root_option(verify)
+    add_threads_option(verify)
     verify.set_defaults(run=_verify)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allowed-root", type=Path, metavar="DIR",
-                        help="where links of the checkpoint may lead, such as a Hugging Face cache")  # fmt: skip
-    parser.add_argument("--threads", type=int, help="default: one per processor, up to eight")
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Ranks and ranges of ranks, both ends included: `0,4-7`; a `ValueError` for anything else."""
-    ranks: list[int] = []
-    for item in text.split(","):
-        found = _RANKS.fullmatch(item)
-        if found is None:
-            raise ValueError(text)
-        first, last = found.groups()
-        ranks += range(int(first), int(last or first) + 1)
-    if not ranks:
-        raise ValueError(text)
-    return tuple(ranks)
-
-
 def _shard(arguments: argparse.Namespace) -> None:
-    inventory = read_inventory(
-        arguments.directory, without_engram=arguments.without_engram, allowed_root=arguments.allowed_root
-    )
+    inventory = sharded_inventory(arguments)
     with _progress("shard") as progress:
         report = shard_checkpoint(
             inventory,
             arguments.out,
-            ParallelLayout(arguments.tp, arguments.dp),
+            parallel_layout(arguments),
             arguments.ranks,
             arguments.layout,
             DigestAlgorithm(arguments.digest),

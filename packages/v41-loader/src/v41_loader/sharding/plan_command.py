@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from v41_config.parallel_layout import ParallelLayout
 from v41_loader.garbage_collection import collection_paused
-from v41_loader.inventory import read_inventory
-from v41_loader.layouts import LAYOUTS
 from v41_loader.rules import TensorGroup
+from v41_loader.sharding.command_options import (
+    add_sharding_options,
+    add_threads_option,
+    parallel_layout,
+    sharded_inventory,
+)
 from v41_loader.sharding.shard_plan import ShardPlan, plan_shards
 
 if TYPE_CHECKING:
@@ -21,26 +23,21 @@ if TYPE_CHECKING:
 def add_plan_command(commands: Commands) -> None:
     """Add it to a parser's commands."""
     plan = commands.add_parser("plan", help="what sharding will read, write and take, from index and headers alone")
-    plan.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="released-format directory")
-    plan.add_argument("--tp", type=int, required=True, help="ranks of an attention group")
-    plan.add_argument("--dp", type=int, required=True, help="groups that share the requests; experts go by TP x DP")
-    plan.add_argument("--layout", choices=[layout.name for layout in LAYOUTS], default="canonical",
-                      help="byte layout of the weights (default: %(default)s)")  # fmt: skip
+    add_sharding_options(plan)
+    add_threads_option(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--without-engram", action="store_true", help="accept a checkpoint whose Engram is left out")
-    plan.add_argument("--allowed-root", type=Path, metavar="DIR",
-                      help="where links may lead besides the checkpoint, such as a Hugging Face cache")  # fmt: skip
-    plan.add_argument("--threads", type=int, help="of the run that is planned; default: one per processor, up to eight")
     plan.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     with collection_paused():
-        inventory = read_inventory(
-            arguments.checkpoint, without_engram=arguments.without_engram, allowed_root=arguments.allowed_root
+        plan = plan_shards(
+            sharded_inventory(arguments),
+            parallel_layout(arguments),
+            arguments.ranks,
+            arguments.layout,
+            arguments.threads,
         )
-        layout = ParallelLayout(arguments.tp, arguments.dp)
-        plan = plan_shards(inventory, layout, weight_layout=arguments.layout, threads=arguments.threads)
         print(json.dumps(plan.to_json(), indent=2) if arguments.json else _as_text(plan))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
 from v41_loader.bounded_jobs import Job, run_jobs
+from v41_loader.errors import ShardingError
 from v41_loader.inventory import Inventory
 from v41_loader.sharding.journal import Journal, RunIdentity
 from v41_loader.sharding.manifest import PartDigests
@@ -28,9 +29,17 @@ Progress = Callable[[int, int], object]
 """Called with (bytes since the last call, bytes of the whole run)."""
 
 
-def default_threads() -> int:
-    """One per processor, as long as disks gain from more."""
-    return min(os.cpu_count() or 1, MAX_THREADS)
+def thread_count(threads: int | None) -> int:
+    """The threads that were asked for; by default one per processor, as long as disks gain from more.
+
+    Raises:
+        ShardingError: fewer than one.
+    """
+    if threads is None:
+        return min(os.cpu_count() or 1, MAX_THREADS)
+    if threads < 1:
+        raise ShardingError("threads", threads, "at least 1")
+    return threads
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,13 @@ class RankFileWriter:
             outputs = {rank: self._opened(rank, files) for rank in ranks}
             sources: list[tuple[int, SourceFile]] = []
             jobs = self._jobs(files, sources, outputs, journal.records)
-            for copy, copied in run_jobs(jobs, self.threads, MEMORY_BUDGET):
-                name = copy.stored.expected.name
-                digests[name] = copied
-                if name not in journal.records or journal.records[name] != copied:
-                    journal.append(name, copied)
-                self.progress(copy.written_bytes, total)
+            with closing(run_jobs(jobs, self.threads, MEMORY_BUDGET)) as results:
+                for copy, copied in results:
+                    name = copy.stored.expected.name
+                    digests[name] = copied
+                    if name not in journal.records or journal.records[name] != copied:
+                        journal.append(name, copied)
+                    self.progress(copy.written_bytes, total)
             for fd, source in sources:
                 require_unchanged(fd, source)
             for rank, target in outputs.items():

@@ -13,7 +13,7 @@ from v41_loader.layouts import get_layout
 from v41_loader.rules import Partition, TensorGroup
 from v41_loader.sharding.part_blocks import BLOCK_BYTES
 from v41_loader.sharding.rank_contents import stored_parts
-from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, default_threads
+from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, thread_count
 from v41_loader.sharding.tensor_copy import TensorCopy
 
 _BUFFERS_PER_THREAD = 2
@@ -120,7 +120,7 @@ def plan_shards(
         checkpoint_files=len(inventory.files),
         checkpoint_tensors=len(inventory.tensors),
         checkpoint_bytes=sum(total.nbytes for total in totals),
-        memory_bound=_memory_bound(len(inventory.tensors), largest, threads or default_threads()),
+        memory_bound=_memory_bound(len(inventory.tensors), largest, thread_count(threads)),
         skipped=tuple(total for total in totals if total.skipped),
         notice=inventory.notice,
     )

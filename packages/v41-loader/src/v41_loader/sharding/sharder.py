@@ -25,7 +25,7 @@ from v41_loader.sharding.manifest import (
 )
 from v41_loader.sharding.output_directory import output_directory
 from v41_loader.sharding.rank_contents import GroupContents, RankContents, rank_contents, rank_file
-from v41_loader.sharding.rank_file_writer import Progress, RankFileWriter, default_threads
+from v41_loader.sharding.rank_file_writer import Progress, RankFileWriter, thread_count
 from v41_loader.sharding.tensor_copy import tensor_copies
 from v41_loader.source_files import read_span, reopen_source
 
@@ -77,6 +77,7 @@ def shard_checkpoint(
     asked = tuple(range(layout.world_size)) if ranks is None else tuple(sorted(set(ranks)))
     if not asked:
         raise ShardingError("ranks", asked, "at least one rank")
+    thread_total = thread_count(threads)
     byte_layout = get_layout(weight_layout)
     config_json = _config_json(inventory)
     settings = ShardSettings(
@@ -103,7 +104,7 @@ def shard_checkpoint(
             copies = tensor_copies(inventory, contents)
             writer = RankFileWriter(
                 inventory, output, contents, copies, run,
-                threads or default_threads(), progress or (lambda *_: None),
+                thread_total, progress or (lambda *_: None),
             )  # fmt: skip
             try:
                 digests = writer.write()

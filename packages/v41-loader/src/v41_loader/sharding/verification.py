@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.output_directory import RANK_FILES
 from v41_loader.sharding.part_blocks import BLOCK_BYTES, BlockBuffers
 from v41_loader.sharding.rank_contents import GroupContents, StoredPart
-from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, Progress, default_threads
+from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, Progress, thread_count
 from v41_loader.sharding.shard_inventory import ShardInventory, read_shard_inventory
 from v41_loader.sharding.tensor_copy import TensorCopy, tensor_copies
 from v41_loader.source_files import SourceFile, read_into, reopen_source, require_unchanged
@@ -79,7 +79,7 @@ def verify_shards(
     if source is not None and source.config != shards.config:
         raise DigestMismatchError(f"{CONFIG_FILE} in {source.directory}", "another config", "the config of the shards")
     copies = tensor_copies(source, shards.contents) if source is not None else ()
-    _Verification(shards, source, copies).run(threads or default_threads(), progress or (lambda *_: None))
+    _Verification(shards, source, copies).run(thread_count(threads), progress or (lambda *_: None))
     return VerificationReport(
         shards.directory,
         shards.ranks,
@@ -108,8 +108,8 @@ class _Verification:
     def run(self, threads: int, progress: Progress) -> None:
         total = sum(entry.nbytes for entries in self.shards.contents.entries.values() for entry in entries.values())
         total += sum(copy.read_bytes for copy in self.copies)
-        with ExitStack() as files:
-            for nbytes in run_jobs(self._jobs(files), threads, MEMORY_BUDGET):
+        with ExitStack() as files, closing(run_jobs(self._jobs(files), threads, MEMORY_BUDGET)) as read:
+            for nbytes in read:
                 progress(nbytes, total)
 
     def _jobs(self, files: ExitStack) -> Iterator[Job[int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from v41_config.model_config import ModelConfig
+from v41_loader.bounded_jobs import Job, run_jobs
 from v41_loader.errors import SynthesisError
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
 from v41_loader.header import TensorEntry, encode_header
@@ -21,8 +22,6 @@ from v41_loader.synth.staging import appearing_at_once, write_descriptions
 
 MIN_SHARDS = 2
 """The embedding and the final norm stand in different shards."""
-
-_JOBS_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
@@ -97,29 +96,22 @@ def _write_shards(
     threads: int,
 ) -> None:
     """Shard after shard, so that the disk sees whole files in order; at most a few bands are in memory."""
-    with ThreadPoolExecutor(threads) as pool, ExitStack() as files:
-        running: set[Future[int]] = set()
+    with ExitStack() as files, closing(run_jobs(_band_jobs(directory, members, seed, files), threads)) as written:
+        for nbytes in written:
+            progress(nbytes)
 
-        def finish(done: set[Future[int]]) -> None:
-            for job in done:
-                progress(job.result())
 
-        try:
-            for file, tensors in members.items():
-                header, entries = encode_header((t.name, t.dtype, t.shape) for t in tensors)
-                handle = files.enter_context((directory / file).open("wb"))
-                handle.write(header)
-                handle.truncate(max(entry.end for entry in entries.values()))
-                handle.flush()
-                for band in (band for t in tensors if t.rule.scales is None for band in row_bands(t)):
-                    running.add(pool.submit(_write_band, handle.fileno(), entries, band, seed))
-                    if len(running) >= threads * _JOBS_PER_THREAD:
-                        done, running = wait(running, return_when=FIRST_COMPLETED)
-                        finish(done)
-            finish(wait(running).done)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+def _band_jobs(
+    directory: Path, members: Mapping[str, list[ExpectedTensor]], seed: int, files: ExitStack
+) -> Iterator[Job[int]]:
+    for file, tensors in members.items():
+        header, entries = encode_header((t.name, t.dtype, t.shape) for t in tensors)
+        handle = files.enter_context((directory / file).open("wb"))
+        handle.write(header)
+        handle.truncate(max(entry.end for entry in entries.values()))
+        handle.flush()
+        for band in (band for t in tensors if t.rule.scales is None for band in row_bands(t)):
+            yield Job(partial(_write_band, handle.fileno(), entries, band, seed))
 
 
 def _write_band(fd: int, entries: Mapping[str, TensorEntry], band: RowBand, seed: int) -> int:

@@ -1,0 +1,62 @@
+"""Options that the commands on shards share."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from v41_config.parallel_layout import ParallelLayout
+from v41_loader.inventory import Inventory, read_inventory
+from v41_loader.layouts import LAYOUTS
+
+_RANKS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+
+
+def add_sharding_options(parser: argparse.ArgumentParser) -> None:
+    """What is to be sharded, and how."""
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="released-format directory")
+    parser.add_argument("--tp", type=int, required=True, help="ranks of an attention group")
+    parser.add_argument("--dp", type=int, required=True, help="groups that share the requests; experts go by TP x DP")
+    parser.add_argument("--ranks", type=parse_ranks, metavar="LIST", help="only these, such as 0,4-7")
+    parser.add_argument("--layout", choices=[layout.name for layout in LAYOUTS], default="canonical",
+                        help="byte layout of the weights (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--without-engram", action="store_true", help="accept a checkpoint whose Engram is left out")
+    add_root_option(parser)
+
+
+def add_root_option(parser: argparse.ArgumentParser) -> None:
+    """Where links of a checkpoint may lead."""
+    parser.add_argument("--allowed-root", type=Path, metavar="DIR",
+                        help="where links may lead besides the checkpoint, such as a Hugging Face cache")  # fmt: skip
+
+
+def add_threads_option(parser: argparse.ArgumentParser) -> None:
+    """How many threads read and write."""
+    parser.add_argument("--threads", type=int, help="default: one per processor, up to eight")
+
+
+def sharded_inventory(arguments: argparse.Namespace) -> Inventory:
+    """The checkpoint of `add_sharding_options`; errors as `read_inventory`."""
+    return read_inventory(
+        arguments.checkpoint, without_engram=arguments.without_engram, allowed_root=arguments.allowed_root
+    )
+
+
+def parallel_layout(arguments: argparse.Namespace) -> ParallelLayout:
+    """The layout of `add_sharding_options`."""
+    return ParallelLayout(arguments.tp, arguments.dp)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Ranks and ranges of ranks, both ends included: `0,4-7`; a `ValueError` for anything else."""
+    ranks: list[int] = []
+    for item in text.split(","):
+        found = _RANKS.fullmatch(item)
+        if found is None:
+            raise ValueError(text)
+        first, last = found.groups()
+        ranks += range(int(first), int(last or first) + 1)
+    if not ranks:
+        raise ValueError(text)
+    return tuple(ranks)
