@@ -172,26 +172,36 @@ assert "pypto" not in sys.modules
         os.kill(int(completed.stdout), 0)
 
 
-def test_a_worker_whose_parent_is_killed_goes_too(executor: Executor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_a_worker_whose_parent_is_killed_goes_too(executor: Executor, tmp_path: Path, state: str) -> None:
+    """At once if it waits for work; else when the kernel is done and nobody takes the answer."""
+    assert_works(executor)  # so the calculator is built
     code = f"""
-import os, signal, torch
+import os, signal, threading, time, torch
 from pathlib import Path
-from v41_kernels import Executor
+from v41_config import find_operator
+from v41_kernels import Executor, KernelOperator, OPERATORS
+spec = find_operator("rms_norm")
+operators = dict(OPERATORS) | {{"slow": KernelOperator(spec, "slow")}}
 x = torch.ones(3, 32, dtype=torch.bfloat16)
-started = Executor(cache_directory=Path({str(executor._cache_directory)!r}))
-started.run("rms_norm", x=x, weight=x[0].clone(), out=torch.zeros_like(x))
+started = Executor(cache_directory=Path({str(executor._cache_directory)!r}), operators=operators)
+run = lambda name: started.run(name, x=x, weight=x[0].clone(), out=torch.zeros_like(x))
+run("rms_norm")
 print(started._worker._process.pid, flush=True)
+if {state == "busy"}:
+    threading.Thread(target=run, args=("slow",)).start()
+    time.sleep(0.5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    variables = dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    path = os.pathsep.join([str(FAULTY_KERNELS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = dict(os.environ) | {"TMPDIR": str(tmp_path), "PYTHONPATH": path}
     completed = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert completed.stdout, completed.stderr
     worker = int(completed.stdout)
-    deadline = time.monotonic() + 30
-    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while (list(tmp_path.iterdir()) or is_running(worker)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
-    while is_running(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
     assert not is_running(worker)
 
 

@@ -7,6 +7,7 @@ After a failed kernel it answers and ends, since pypto refuses all work after a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
@@ -39,19 +40,28 @@ def main() -> int:
     options = parser.parse_args()
     _limit_memory()
     os.set_inheritable(options.replies, False)  # so that its end is seen when this process dies
-    with open(options.replies, "w", encoding="utf-8") as replies:
-        try:
-            interpreter = Interpreter(options.calculator, options.scratch)
-            interpreter.hand_over_tensors()
-            check_canary(interpreter)
-            _answer(replies, {})
-            for line in sys.stdin:
-                _answer(replies, _execute(interpreter, json.loads(line)))
-        except Exception as error:  # whatever it is, the parent names the kernel and raises it
-            _answer(replies, {"error": _describe(error)})
-            return 1
-    # Standard input has ended: either the executor was closed, or its process is gone and nobody else tidies up.
-    shutil.rmtree(options.scratch, ignore_errors=True)
+    try:
+        # A broken pipe: the executor's process is gone, and nobody waits for an answer or tidies up.
+        with contextlib.suppress(BrokenPipeError), open(options.replies, "w", encoding="utf-8") as replies:
+            return _serve(options.calculator, options.scratch, replies)
+        return 1
+    finally:
+        shutil.rmtree(options.scratch, ignore_errors=True)
+
+
+def _serve(calculator: Path, scratch: Path, replies: TextIO) -> int:
+    try:
+        interpreter = Interpreter(calculator, scratch)
+        interpreter.hand_over_tensors()
+        check_canary(interpreter)
+        _answer(replies, {})
+        for line in sys.stdin:
+            _answer(replies, _execute(interpreter, json.loads(line)))
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # whatever it is, the parent names the kernel and raises it
+        _answer(replies, {"error": _describe(error)})
+        return 1
     return 0
 
 
