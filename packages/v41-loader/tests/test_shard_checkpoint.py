@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from v41_config import TINY, LayoutError, ModelConfig, ParallelLayout
+from v41_config import FLASH, TINY, LayoutError, ModelConfig, ParallelLayout
 from v41_loader import (
     DigestAlgorithm,
     Inventory,
@@ -25,8 +25,10 @@ from v41_loader import (
     read_inventory,
     shard_checkpoint,
     tensor_parts,
+    verify_shards,
 )
 from v41_loader.errors import DigestMismatchError, OutputConflictError, ScaleNanError, ShardingError
+from v41_loader.inventory import NOT_COMPARABLE
 from v41_loader.rules import RULES, RULES_VERSION
 from v41_loader.sharding.manifest import read_manifest
 
@@ -346,6 +348,32 @@ def test_a_nan_scale_is_refused_where_it_stands(damaged: Path, tmp_path: Path) -
         assert not list((tmp_path / name).glob("rank-*"))
         data[stored.entry.begin + row * columns + column] = 127
         path.write_bytes(data)
+
+
+def test_what_text_inference_leaves_out_is_listed_and_not_read(
+    write_headers: Callable[..., Path], tensors_of: Callable[..., dict[str, object]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A checkpoint with Engram, drafting and vision: the shards hold none of it and say so."""
+    assert FLASH.engram
+    assert FLASH.vision
+    changes = {
+        "engram": FLASH.engram.model_copy(update={"layer_ids": (1, 4), "num_embeddings": (96, 100)}),
+        "vision": FLASH.vision.model_copy(update={"num_hidden_layers": 2}),
+        "image_token_id": 500,
+    }
+    config = ModelConfig.model_validate({f: getattr(TINY, f) for f in ModelConfig.model_fields} | changes)
+    source = write_headers(config, tensors_of(config).values())
+    inventory = read_inventory(source, without_engram=True)
+    reads = CountedReads(monkeypatch, source)
+    report = shard_checkpoint(inventory, tmp_path / "out", ParallelLayout(2, 1))
+    monkeypatch.undo()
+    assert {total.group.value for total in report.skipped} == {"router bias of image tokens", "Engram", "vision"}
+    assert report.skipped == tuple(total for total in inventory.group_totals() if total.skipped)
+    left_out = [stored.entry for stored in inventory.tensors.values() if stored.expected.skipped]
+    assert not any(begin < e.end and e.begin < end for _, begin, end in reads.ranges for e in left_out)
+    assert read_manifest(tmp_path / "out").settings.notice == NOT_COMPARABLE == verify_shards(tmp_path / "out").notice
+    assert set(read_manifest(tmp_path / "out").tensors) == set(inventory.tensors) - {e.name for e in left_out}
 
 
 def test_a_config_that_was_given_is_written_in_the_released_form(damaged: Path, tmp_path: Path) -> None:
