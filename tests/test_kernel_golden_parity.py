@@ -1,10 +1,4 @@
-"""Every listed kernel against the golden of its name, in both tiers, at TINY and FLASH widths.
-
-`materialize_rope_rows` and `mhc_post` give the golden's bits. `rms_norm` cannot: the golden takes the mean in float64
-and evaluates rsqrt there, PyPTO's interpreter does both in FP32. The scale then differs by a few units of 2^-24, which
-moves a product over a rounding boundary of BF16 (spacing 2^-8). So an element may be the neighbouring BF16 number, and
-one in 2^14 elements may differ; measured on 200 rows of 5,120, it is 10 of 1,024,000.
-"""
+"""Every listed kernel gives the bits of the golden of its name, in both tiers, at TINY and FLASH widths."""
 
 from __future__ import annotations
 
@@ -21,9 +15,7 @@ from v41_goldens.judges import JudgementError, assert_equal_bits, assert_untouch
 from v41_goldens.rms_norm import rms_norm
 from v41_goldens.rope import materialize_rope_rows, precompute_rope_tables
 from v41_kernels import OPERATORS, Executor, Tier
-from v41_model.tensor_report import compare
 
-DIFFERING = 2.0**-14
 SENTINEL = -7.0
 CONFIGS = pytest.mark.parametrize("config", [TINY, FLASH], ids=["TINY", "FLASH"])
 CASES = pytest.mark.parametrize(
@@ -49,15 +41,6 @@ def assert_like_golden(actual: Tensor, golden: Tensor, active: int, name: str) -
     assert_untouched_rows(actual, torch.full_like(actual, SENTINEL), active, name)
 
 
-def assert_normed_like_golden(actual: Tensor, golden: Tensor, active: int) -> None:
-    """At most one BF16 unit from the golden, and seldom."""
-    report = compare("layer-local", "rms_norm", actual[:active], golden[:active])
-    if report.mismatches:
-        assert report.max_ulp == 1, report
-        assert report.mismatches <= max(1, DIFFERING * report.elements), report
-    assert_untouched_rows(actual, torch.full_like(actual, SENTINEL), active, "rms_norm")
-
-
 def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(numbers) % 2**31)
 
@@ -80,37 +63,41 @@ def test_rms_norm(executor: Executor, config: ModelConfig, tier: Tier, rows: int
     out = torch.full_like(x, SENTINEL)
     eps = config.rms_norm_eps
     executor.run("rms_norm", tier, x=x, weight=weight, num_tokens=active, eps=eps, out=out)
-    assert_normed_like_golden(out, rms_norm(x, weight, eps), active)
+    assert_like_golden(out, rms_norm(x, weight, eps), active, "rms_norm")
 
 
-@pytest.mark.parametrize("wrong", ["no eps", "two roundings", "one element two units off", "many one unit off"])
+def fp32_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Mean and root in plain FP32, the one that comes to mind first."""
+    values = x.float()
+    return (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).bfloat16()
+
+
+@pytest.mark.parametrize("wrong", ["no eps", "two roundings", "one element one unit off", "plain FP32"])
 def test_wrong_norms_are_refused(wrong: str) -> None:
-    x, weight = norm_arguments(TINY, 40)
-    golden = rms_norm(x, weight, TINY.rms_norm_eps)
+    x, weight = norm_arguments(FLASH, 40)
+    golden = rms_norm(x, weight, FLASH.rms_norm_eps)
     off = golden.clone()
-    off.view(torch.int16)[0, 0] += 2
-    many_off = golden.clone()
-    many_off.view(torch.int16)[0, :16] += 1
+    off.view(torch.int16)[0, 0] += 1
     answers = {
         "no eps": rms_norm(x, weight, 0.0),
-        "two roundings": rms_norm(x, torch.ones_like(weight), TINY.rms_norm_eps) * weight,
-        "one element two units off": off,
-        "many one unit off": many_off,
+        "two roundings": rms_norm(x, torch.ones_like(weight), FLASH.rms_norm_eps) * weight,
+        "one element one unit off": off,
+        "plain FP32": fp32_norm(x, weight, FLASH.rms_norm_eps),
     }
-    with pytest.raises(AssertionError):
-        assert_normed_like_golden(answers[wrong], golden, 40)
+    with pytest.raises(JudgementError):
+        assert_like_golden(answers[wrong], golden, 40, "rms_norm")
 
 
 def test_the_golden_is_accepted_but_not_with_a_padding_row_touched() -> None:
     x, weight = norm_arguments(TINY, 40)
     golden = rms_norm(x, weight, TINY.rms_norm_eps)
-    assert_normed_like_golden(golden, golden, 40)
+    assert_like_golden(golden, golden, 40, "rms_norm")
     padded = golden.clone()
     padded[9:] = SENTINEL
-    assert_normed_like_golden(padded, golden, 9)
+    assert_like_golden(padded, golden, 9, "rms_norm")
     padded[9, 5] = 0.0
     with pytest.raises(JudgementError):
-        assert_normed_like_golden(padded, golden, 9)
+        assert_like_golden(padded, golden, 9, "rms_norm")
 
 
 # ---------------------------------------------------------------------------------------- materialize_rope_rows

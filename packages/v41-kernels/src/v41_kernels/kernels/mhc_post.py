@@ -6,6 +6,7 @@ from typing import Any
 
 import pypto
 
+from v41_kernels.kernels.compensated import compensated_sum
 from v41_kernels.kernels.tile_shapes import tile_columns
 
 ROW_TILE = 8
@@ -14,27 +15,6 @@ COLUMN_TILE = 512
 # product and the two parts of the running sum stay below the 192 KB of a 910B vector core's unified buffer (248 KB on
 # a 950). With 1024 columns the compiler moves tiles out and back in, and its interpreter cannot follow that on a
 # ragged tile; 4096 do not fit at all.
-
-
-def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
-    """FP32 `a + b`, and what its rounding lost (exactly)."""
-    total = a + b
-    b_part = total - a
-    return total, (a - (total - b_part)) + (b - b_part)
-
-
-def compensated_sum(terms: list[Any]) -> Any:
-    """FP32 sum of several tiles, rounded once in all but the rarest cases, and never -0.
-
-    The golden adds the terms in float64, which a vector core lacks. Collecting what each addition loses costs
-    arithmetic that the kernel, bound by memory, has to spare, and keeps cancellation between streams from mattering.
-    Sums that overflow FP32 become NaN instead of infinite.
-    """
-    total, lost = two_sum(terms[0], terms[1])
-    for term in terms[2:]:
-        total, lost_here = two_sum(total, term)
-        lost = lost + lost_here
-    return total + lost
 
 
 def plane(tensor: Any, index: int, first: Any, rows: Any, width: int, column_tile: int) -> Any:
