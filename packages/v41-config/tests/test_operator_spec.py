@@ -183,7 +183,7 @@ def test_one_set_of_extents_serves_every_operator_and_all_that_is_missing_is_nam
 
 
 def test_bind_refuses_a_layout_that_does_not_divide() -> None:
-    with pytest.raises(LayoutError, match="tp=3"):
+    with pytest.raises(LayoutError, match="tp: expected a divisor of num_attention_heads"):
         find_operator("o_proj").bind(FLASH, ParallelLayout(3), T=1)
 
 

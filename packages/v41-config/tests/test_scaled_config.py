@@ -105,5 +105,5 @@ def test_nonsense_is_named(changes: dict[str, Any], field: str) -> None:
 
 
 def test_changes_that_the_layout_does_not_divide_are_refused() -> None:
-    with pytest.raises(LayoutError, match="n_routed_experts=18"):
+    with pytest.raises(LayoutError, match="n_routed_experts = 18"):
         FLASH.scaled(layout=ParallelLayout(4, 2), n_routed_experts=18)
