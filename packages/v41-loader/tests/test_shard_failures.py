@@ -60,6 +60,7 @@ def failing(call: Callable[..., int], at: int, code: int) -> Callable[..., int]:
     ("fsync", 1, errno.ENOSPC, DiskFullError),
     ("fsync", 3, errno.EIO, OutputWriteError),
     ("ftruncate", 2, errno.ENOSPC, DiskFullError),
+    ("posix_fallocate", 2, errno.ENOSPC, DiskFullError),
     ("replace", 2, errno.EIO, OutputWriteError),
     ("replace", 4, errno.ENOSPC, DiskFullError),
 ])  # fmt: skip
@@ -77,6 +78,14 @@ def test_bytes_that_the_disk_does_not_take(
     assert "manifest.json" not in names(out)
     shard_checkpoint(inventory, out, LAYOUT)
     assert contents(out) == reference
+
+
+def test_a_file_system_that_cannot_reserve_blocks(
+    tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, 1, errno.EOPNOTSUPP))
+    shard_checkpoint(read_inventory(tiny_checkpoint), tmp_path / "out", LAYOUT)
+    assert contents(tmp_path / "out") == reference
 
 
 def test_a_disk_without_room_is_known_before_anything_is_read(

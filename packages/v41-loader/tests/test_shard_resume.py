@@ -32,7 +32,7 @@ from v41_config import ParallelLayout
 from v41_loader import read_inventory, shard_checkpoint, verify_shards
 from v41_loader.errors import ManifestError
 
-CALLS = ("pwrite", "write", "ftruncate", "replace", "fsync", "mkdir", "unlink", "rmdir")
+CALLS = ("pwrite", "write", "ftruncate", "posix_fallocate", "replace", "fsync", "mkdir", "unlink", "rmdir")
 source, weight_layout = sys.argv[1:]
 inventory = read_inventory(source)
 report = os.write

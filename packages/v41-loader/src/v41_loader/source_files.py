@@ -94,13 +94,14 @@ def open_source(
 
 @contextmanager
 def reopen_source(source: SourceFile) -> Iterator[int]:
-    """Open a file that was checked before, for reading: its file descriptor.
+    """Open a file that was checked before, for reading from front to back: its file descriptor.
 
     Raises:
         SourceChangedError: it is not the file that was checked; and what `open_source` raises.
     """
     with open_source(source.path.parent, source.path.name) as (fd, _):
         require_unchanged(fd, source)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # asking for each range ahead costs twice the time
         yield fd
 
 

@@ -14,6 +14,7 @@ from v41_loader.errors import DiskFullError, OutputWriteError
 _FLUSH_BYTES = 1 << 20
 """Less than that is left to the end: pages that are still written to would go to the disk twice."""
 
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -30,6 +31,9 @@ def write_errors(where: str) -> Iterator[None]:
 def open_output(path: Path, header: bytes, nbytes: int) -> int:
     """A file of `nbytes` that begins with `header`, open for reading and writing; what it held behind stays.
 
+    Its blocks are reserved, where the file system can do that: a full disk shows before hours of work, and writing to
+    reserved blocks costs less.
+
     Raises:
         DiskFullError, OutputWriteError: it cannot be made.
     """
@@ -37,11 +41,20 @@ def open_output(path: Path, header: bytes, nbytes: int) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(fd, nbytes)
+            _reserve(fd, nbytes)
             write_at(fd, memoryview(header), 0)
         except BaseException:
             os.close(fd)
             raise
         return fd
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_RESERVE:
+            raise
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

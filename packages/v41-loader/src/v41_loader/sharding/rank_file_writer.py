@@ -107,8 +107,6 @@ class RankFileWriter:
                 sources.append((files.enter_context(reopen_source(source)), source))
             fd, _ = sources[-1]
             earlier = recorded.get(copy.stored.expected.name)
-            if earlier is None:
-                os.posix_fadvise(fd, copy.stored.entry.begin, copy.stored.entry.nbytes, os.POSIX_FADV_WILLNEED)
             yield Job(partial(self._copied, copy, fd, source, outputs, earlier, buffers), copy.working_memory)
 
     def _copied(
