@@ -164,7 +164,13 @@ def _candidate_entries(ctx: ForwardContext, source: int, rows: Tensor, entries: 
 
 def _record_scores(ctx: ForwardContext, layer: LayerConfig, parts: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Record the tensor given to top-k and, at the candidate source, block scores and the entry mask."""
-    if ctx.capture is None or not parts:
+    if ctx.capture is None:
+        return
+    if not parts:  # no token of the batch sees an entry yet
+        rows = ctx.metadata.position_ids.shape[0]
+        ctx.record(
+            layer, "index_score", torch.empty(rows, 0, dtype=torch.bfloat16, device=ctx.metadata.position_ids.device)
+        )
         return
     order = torch.argsort(torch.cat([tokens for tokens, _, _ in parts]))
     ctx.record(layer, "index_score", torch.cat([scores for _, scores, _ in parts])[order])

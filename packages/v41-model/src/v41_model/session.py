@@ -145,7 +145,7 @@ class ModelSession:
 
         try:
             results = self.world.run(rank_program)
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
             raise
         outputs = []
