@@ -62,7 +62,7 @@ class ModelSession:
         self._caches: dict[int, PagedCaches] = {}
         self._blocks: dict[str, int] = {}
         self._rope_tables: RopeTables | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         if sorted(self._ranks) != list(world.local_ranks):
             raise SessionError("ModelSession", sorted(self._ranks), f"one model for each of ranks {world.local_ranks}")
 
@@ -164,7 +164,9 @@ class ModelSession:
 
     def _ready(self, batches: Sequence[StepBatch]) -> RopeTables:
         if self._failure is not None:
-            raise SessionError("ModelSession.step", str(self._failure), "a session in which no step has failed")
+            raise SessionError(
+                "ModelSession.step", str(self._failure) or repr(self._failure), "a session in which no step has failed"
+            )
         if self._rope_tables is None:
             raise SessionError("ModelSession.step", "no caches", "a call of allocate first")
         if len(batches) != self.layout.dp:
