@@ -21,9 +21,12 @@ def test_a_fifo_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("disk full")])
 def test_a_failed_write_leaves_nothing(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(OutputError, match="disk full"), atomic_file(tmp_path / "out") as partial:
+    def write_half(partial: Path) -> None:
         partial.write_bytes(b"half")
         raise error
+
+    with pytest.raises(OutputError, match="disk full"), atomic_file(tmp_path / "out") as partial:
+        write_half(partial)
     assert list(tmp_path.iterdir()) == []
 
 
