@@ -33,7 +33,7 @@ def add_root_option(parser: argparse.ArgumentParser) -> None:
 
 def add_threads_option(parser: argparse.ArgumentParser) -> None:
     """How many threads read and write."""
-    parser.add_argument("--threads", type=int, help="default: one per processor, up to eight")
+    parser.add_argument("--threads", type=int, help="default: two per processor, up to eight")
 
 
 def sharded_inventory(arguments: argparse.Namespace) -> Inventory:

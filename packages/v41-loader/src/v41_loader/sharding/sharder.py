@@ -63,7 +63,7 @@ def shard_checkpoint(
         ranks: the ranks to write; all by default.
         weight_layout: the byte layout, a name of `v41_loader.layouts`.
         progress: called from this thread with (bytes written since the last call, bytes that the run writes).
-        threads: threads that read and write; one per processor by default, at most `MAX_THREADS`.
+        threads: threads that read and write; two per processor by default, at most `MAX_THREADS`.
 
     Raises:
         LayoutError, ShardingError: the layout does not fit the config, or there is no rank to write.

@@ -56,7 +56,7 @@ def verify_shards(
     Args:
         ranks: look at these alone, and leave the union unproven; by default all ranks of the layout must be there.
         progress: called from this thread with (bytes read since the last call, bytes to be read).
-        threads: one per processor by default, at most `MAX_THREADS`.
+        threads: two per processor by default, at most `MAX_THREADS`.
 
     Raises:
         MissingRankError, ManifestError, CheckpointError: as `read_shard_inventory`.
