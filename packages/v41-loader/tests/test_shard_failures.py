@@ -36,11 +36,11 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def failing(call: Callable[..., int], at: int, code: int) -> Callable[..., int]:
+def failing(call: Callable[..., int | None], at: int, code: int) -> Callable[..., int | None]:
     """The at-th call fails and does nothing; so do all after it."""
     made = 0
 
-    def wrapper(*arguments: object) -> int:
+    def wrapper(*arguments: object) -> int | None:
         nonlocal made
         made += 1
         if made >= at:
