@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,16 +104,26 @@ def source(small_source: Inventory) -> Path:
     return small_source.directory
 
 
-@pytest.mark.parametrize(("weight_layout", "every"), [("canonical", 1), ("device", 5)])
-def test_a_killed_run_goes_on_and_ends_the_same(source: Path, tmp_path: Path, weight_layout: str, every: int) -> None:
-    """Killed at random system calls, then again, and at each (or every fifth) of the last ones, where names change."""
+@pytest.mark.parametrize(
+    ("weight_layout", "kills", "every"),
+    [
+        ("canonical", 5, 2),
+        ("device", 3, 9),
+        pytest.param("canonical", 60, 1, marks=pytest.mark.slow),
+        pytest.param("device", 60, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_and_ends_the_same(
+    source: Path, tmp_path: Path, weight_layout: str, kills: int, every: int
+) -> None:
+    """Killed at random system calls, then again, and at the last ones (each or every so many), where names change."""
     ((reference,),) = run_trials(source, weight_layout, [(tmp_path / "reference", [0])])
     assert reference["finished"]
     calls, tail = reference["made"], 26
     expected = contents(tmp_path / "reference")
     assert set(expected) == {"config.json", "manifest.json", *(f"rank-{rank:02d}.safetensors" for rank in range(4))}
     chance = random.Random(1)
-    points = [[chance.randrange(1, calls - tail), chance.randrange(1, calls // 4), 0] for _ in range(8)]
+    points = [[chance.randrange(1, calls - tail), chance.randrange(1, calls // 4), 0] for _ in range(kills)]
     points += [[point, 0] for point in range(calls - tail, calls + 1, every)]
     outs = [tmp_path / str(number) for number in range(len(points))]
     results = run_trials(source, weight_layout, list(zip(outs, points, strict=True)))
@@ -123,7 +134,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(source: Path, tmp_path: Path, we
         # Verified as finished means: the manifest had just appeared, and only clearing away was left.
         assert not runs[0]["finished"] or set(expected) <= set(contents(out))
     assert [runs[0]["finished"] for runs in results].count(True) < 10
-    assert sum(runs[0]["finished"] for runs in results[:8]) == 0
+    assert sum(runs[0]["finished"] for runs in results[:kills]) == 0
 
 
 def test_what_was_done_is_not_done_again(source: Path, tmp_path: Path) -> None:
@@ -158,13 +169,19 @@ def test_the_command_can_be_killed_at_any_time(source: Path, tmp_path: Path, wei
     assert contents(out) == contents(tmp_path / "reference")
 
 
-@pytest.fixture
-def interrupted(source: Path, tmp_path: Path) -> Path:
-    """What a run leaves that was killed half-way."""
-    out = tmp_path / "out"
+@pytest.fixture(scope="module")
+def half_done(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves that was killed half-way; read only."""
+    out = tmp_path_factory.mktemp("half") / "out"
     ((run,),) = run_trials(source, "canonical", [(out, [800])])
     assert run["killed"]
     return out
+
+
+@pytest.fixture
+def interrupted(half_done: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(half_done, tmp_path / "out"))
 
 
 @pytest.mark.parametrize(("change", "found"), [
