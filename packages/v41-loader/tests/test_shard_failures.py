@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,11 +22,17 @@ LAYOUT = ParallelLayout(2, 1)
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def reference(small_source: Inventory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed run writes."""
     out = tmp_path_factory.mktemp("reference") / "out"
-    shard_checkpoint(read_inventory(tiny_checkpoint), out, LAYOUT)
+    shard_checkpoint(small_source, out, LAYOUT)
     return contents(out)
+
+
+@pytest.fixture
+def copied(small_source: Inventory, tmp_path: Path) -> Path:
+    """A copy of the checkpoint that a test may change."""
+    return Path(shutil.copytree(small_source.directory, tmp_path / "copied"))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -52,9 +59,9 @@ def failing(call: Callable[..., int | None], at: int, code: int) -> Callable[...
 
 @pytest.mark.parametrize(("name", "at", "code", "error"), [
     ("pwrite", 1, errno.ENOSPC, DiskFullError),
-    ("pwrite", 700, errno.ENOSPC, DiskFullError),
-    ("pwrite", 700, errno.EDQUOT, DiskFullError),
-    ("pwrite", 700, errno.EIO, OutputWriteError),
+    ("pwrite", 400, errno.ENOSPC, DiskFullError),
+    ("pwrite", 400, errno.EDQUOT, DiskFullError),
+    ("pwrite", 400, errno.EIO, OutputWriteError),
     ("write", 1, errno.ENOSPC, DiskFullError),
     ("write", 300, errno.ENOSPC, DiskFullError),
     ("fsync", 1, errno.ENOSPC, DiskFullError),
@@ -65,11 +72,11 @@ def failing(call: Callable[..., int | None], at: int, code: int) -> Callable[...
     ("replace", 4, errno.ENOSPC, DiskFullError),
 ])  # fmt: skip
 def test_bytes_that_the_disk_does_not_take(
-    tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes], name: str, at: int, code: int,
+    small_source: Inventory, tmp_path: Path, reference: dict[str, bytes], name: str, at: int, code: int,
     error: type[OutputWriteError],
 ) -> None:  # fmt: skip
     """Wherever it happens: no manifest, so nothing that another command takes for shards; and the next run goes on."""
-    inventory, out = read_inventory(tiny_checkpoint), tmp_path / "out"
+    inventory, out = small_source, tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, name, failing(getattr(os, name), at, code))
         with pytest.raises(error, match=os.strerror(code)) as caught:
@@ -81,17 +88,17 @@ def test_bytes_that_the_disk_does_not_take(
 
 
 def test_a_file_system_that_cannot_reserve_blocks(
-    tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    small_source: Inventory, tmp_path: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, 1, errno.EOPNOTSUPP))
-    shard_checkpoint(read_inventory(tiny_checkpoint), tmp_path / "out", LAYOUT)
+    shard_checkpoint(small_source, tmp_path / "out", LAYOUT)
     assert contents(tmp_path / "out") == reference
 
 
 def test_a_disk_without_room_is_known_before_anything_is_read(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_source: Inventory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inventory = read_inventory(tiny_checkpoint)
+    inventory = small_source
     status = os.statvfs(tmp_path)
     full = os.statvfs_result((*status[:4], 2_000_000 // status.f_frsize, *status[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
@@ -102,10 +109,10 @@ def test_a_disk_without_room_is_known_before_anything_is_read(
     assert not list((tmp_path / "out").glob("**/rank-*"))
 
 
-def test_a_limit_that_the_kernel_enforces(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_limit_that_the_kernel_enforces(small_source: Inventory, tmp_path: Path) -> None:
     """A file size limit makes real writes fail, in threads and all; the command says so in one line."""
     code = "import sys; from v41_loader.cli import main; sys.exit(main())"
-    options = ["--checkpoint", str(tiny_checkpoint), "--tp", "2", "--dp", "1", "--out", str(tmp_path / "out")]
+    options = ["--checkpoint", str(small_source.directory), "--tp", "2", "--dp", "1", "--out", str(tmp_path / "out")]
     command = [sys.executable, "-c", code, "shard", *options]
 
     def limit() -> None:
@@ -119,13 +126,13 @@ def test_a_limit_that_the_kernel_enforces(tiny_checkpoint: Path, tmp_path: Path)
 
 
 def test_bytes_that_the_source_does_not_give(
-    tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes]
+    small_source: Inventory, tmp_path: Path, reference: dict[str, bytes]
 ) -> None:
     """A read error half-way names file and offset; what was read before is kept for the next run."""
-    inventory, out = read_inventory(tiny_checkpoint), tmp_path / "out"
+    inventory, out = small_source, tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", failing(os.preadv, 500, errno.EIO))
-        with pytest.raises(FileReadError, match=r"model-0000\d-of-00006\.safetensors at byte \d+"):
+        patch.setattr(os, "preadv", failing(os.preadv, 200, errno.EIO))
+        with pytest.raises(FileReadError, match=r"model-0000\d-of-00003\.safetensors at byte \d+"):
             shard_checkpoint(inventory, out, LAYOUT)
     assert names(out) == [PARTIAL_DIRECTORY]
     shard_checkpoint(inventory, out, LAYOUT)
@@ -155,21 +162,21 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [write_into, append_to, cut_short, replace])
-@pytest.mark.parametrize("file", ["model-00001-of-00006.safetensors", "model-00006-of-00006.safetensors"])
+@pytest.mark.parametrize("file", ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"])
 def test_a_source_that_changes_under_the_run(
-    damaged: Path, tmp_path: Path, change: Callable[[Path], None], file: str
+    copied: Path, tmp_path: Path, change: Callable[[Path], None], file: str
 ) -> None:
     """The first file while or after it is read, the last before: an error, and what was made of it is removed.
 
     A file that is replaced stays readable as it was for whoever has it open: that is no change to the bytes.
     """
-    inventory, out = read_inventory(damaged), tmp_path / "out"
+    inventory, out = read_inventory(copied), tmp_path / "out"
     changed = False
 
     def progress(*_: int) -> None:
         nonlocal changed
         if not changed:
-            change(damaged / file)
+            change(copied / file)
         changed = True
 
     if change is replace and file.startswith("model-00001"):
@@ -182,20 +189,20 @@ def test_a_source_that_changes_under_the_run(
     assert names(out) == []
 
 
-def test_a_source_that_changed_since_it_was_checked(damaged: Path, tmp_path: Path) -> None:
-    inventory = read_inventory(damaged)
-    for file in ("model-00004-of-00006.safetensors", "config.json"):
-        status = (damaged / file).stat()
-        os.utime(damaged / file, ns=(0, status.st_mtime_ns + 1))
+def test_a_source_that_changed_since_it_was_checked(copied: Path, tmp_path: Path) -> None:
+    inventory = read_inventory(copied)
+    for file in ("model-00002-of-00003.safetensors", "config.json"):
+        status = (copied / file).stat()
+        os.utime(copied / file, ns=(0, status.st_mtime_ns + 1))
         with pytest.raises(SourceChangedError, match=file):
             shard_checkpoint(inventory, tmp_path / "out", LAYOUT)
-        os.utime(damaged / file, ns=(0, status.st_mtime_ns))
+        os.utime(copied / file, ns=(0, status.st_mtime_ns))
     assert not list(tmp_path.glob("out/**/*"))
 
 
-def test_the_caller_stops_the_run(tiny_checkpoint: Path, tmp_path: Path, reference: dict[str, bytes]) -> None:
+def test_the_caller_stops_the_run(small_source: Inventory, tmp_path: Path, reference: dict[str, bytes]) -> None:
     """Ctrl-C while it runs: it ends soon, and the next one goes on."""
-    inventory: Inventory = read_inventory(tiny_checkpoint)
+    inventory = small_source
     calls = 0
 
     def progress(*_: int) -> None:
