@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from v41_config import FLASH6, ModelConfig, ParallelLayout
 from v41_loader import Checkpoint, RankPart, open_checkpoint, rank_part, rank_tensors, synthesize_checkpoint
+from v41_loader.finite_codes import require_finite
 
 Parts = dict[str, RankPart]
 
@@ -73,6 +74,14 @@ def read_with_library(checkpoint: Checkpoint, parts: Parts) -> dict[str, torch.T
     return held
 
 
+def look_for_non_finite(checkpoint: Checkpoint, held: dict[str, torch.Tensor]) -> None:
+    """The look at every number that `rank_tensors` includes, alone."""
+    for name, tensor in held.items():
+        stored = checkpoint.inventory.tensors[name]
+        data = tensor.view(torch.uint8).numpy()
+        require_finite(data, stored.expected.dtype, name, stored.file, tuple(tensor.shape))
+
+
 def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     held = call()
@@ -89,10 +98,10 @@ def measure(directory: Path, layout: ParallelLayout, rank: int, repeat: int) -> 
             if not torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)):
                 raise SystemExit(f"{name}: the two sides differ")
         nbytes = sum(tensor.nbytes for tensor in ours.values())
-        del ours
         sides: dict[str, Callable[[], object]] = {
             "preadv of as many bytes": lambda: read_with_preadv(checkpoint, parts),
             "v41-loader rank_tensors": lambda: rank_tensors(checkpoint, layout, rank),
+            "the look for NaN in it": lambda: look_for_non_finite(checkpoint, ours),
             "safetensors get_slice": lambda: read_with_library(checkpoint, parts),
         }
         times = {side: float("inf") for side in sides}

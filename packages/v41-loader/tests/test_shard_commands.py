@@ -39,7 +39,7 @@ def test_shard_then_verify(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest
     assert main(["verify", out, "--source", str(tiny_checkpoint)]) == 0
     printed = rows(capsys.readouterr().out)
     experts = next(row for row in printed if row[:2] == ["routed", "experts"])
-    assert " ".join(experts[5:]) == "digests and source, union, 480 scales paired, no NaN: ok"
+    assert " ".join(experts[5:]) == "digests and source, union, finite, 480 scales paired: ok"
     assert " ".join(printed[-1]).startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7: together the whole source")
 
 

@@ -16,8 +16,8 @@ import torch
 
 from v41_config.model_config import ModelConfig
 from v41_loader.errors import ShardingError, UnknownTensorError
+from v41_loader.finite_codes import require_finite
 from v41_loader.inventory import Inventory, read_inventory
-from v41_loader.scale_codes import require_numbers
 from v41_loader.source_files import reopen_source, require_unchanged
 from v41_loader.tensor_ranges import read_range
 from v41_loader.torch_dtypes import TORCH_DTYPES
@@ -71,6 +71,7 @@ class Checkpoint:
             SourceChangedError: the file is not the one that was checked.
             FileReadError: its bytes cannot be read.
             ScaleNanError: a scale among them is E8M0 code 255.
+            NonFiniteWeightError: another item among them is infinite or NaN.
         """
         stored = self.inventory.tensors.get(name)
         if stored is None:
@@ -84,8 +85,9 @@ class Checkpoint:
         data = read_range(fd, source, stored.entry, axis, start, stop)
         require_unchanged(fd, source)
         shape[axis] = stop - start
-        if stored.expected.dtype == "F8_E8M0":
-            require_numbers(data.reshape(shape), name, stored.file)
+        origin = [0] * len(shape)
+        origin[axis] = start
+        require_finite(data, stored.expected.dtype, name, stored.file, tuple(shape), tuple(origin))
         return torch.from_numpy(data).view(TORCH_DTYPES[stored.expected.dtype]).reshape(shape)
 
     def close(self) -> None:

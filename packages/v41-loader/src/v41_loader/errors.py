@@ -108,6 +108,10 @@ class ScaleNanError(CheckpointError):
     """A block scale is E8M0 code 255, NaN."""
 
 
+class NonFiniteWeightError(CheckpointError):
+    """A stored E4M3, BF16 or F32 item is infinite or NaN."""
+
+
 class FileReadError(CheckpointError):
     """A file cannot be opened, or the device fails to give its bytes."""
 

@@ -76,8 +76,9 @@ def _verify(arguments: argparse.Namespace) -> None:
         report = verify_shards(arguments.directory, source, arguments.ranks, progress, arguments.threads)
 
     def proven(group: GroupContents) -> str:
-        scales = f", {group.scales:,} scales paired, no NaN" if group.scales else ""
-        return f"digests{' and source' if report.source else ''}{', union' if report.union else ''}{scales}: ok"
+        scales = f", {group.scales:,} scales paired" if group.scales else ""
+        union = ", union" if report.union else ""
+        return f"digests{' and source' if report.source else ''}{union}, finite{scales}: ok"
 
     _print_groups(report.groups, report.skipped, proven)
     union = "together the whole source, every part once" if report.union else "the union was not looked at"

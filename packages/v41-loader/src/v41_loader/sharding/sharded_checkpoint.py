@@ -14,8 +14,8 @@ from v41_config.model_config import ModelConfig
 from v41_config.parallel_layout import ParallelLayout
 from v41_loader.digests import new_digest
 from v41_loader.errors import DigestMismatchError, MissingRankError, UnknownTensorError
+from v41_loader.finite_codes import require_finite
 from v41_loader.header import TensorEntry
-from v41_loader.scale_codes import require_numbers
 from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.rank_contents import StoredPart, rank_file
 from v41_loader.sharding.shard_inventory import ShardInventory, read_shard_inventory
@@ -90,6 +90,7 @@ class ShardedCheckpoint:
             FileReadError: its bytes cannot be read.
             DigestMismatchError: they are not those that were written.
             ScaleNanError: a scale among them is E8M0 code 255.
+            NonFiniteWeightError: another item among them is infinite or NaN.
         """
         entry = self._entries(rank).get(name)
         if entry is None:
@@ -101,8 +102,7 @@ class ShardedCheckpoint:
         read_into(self._descriptors[rank], source, entry.begin, data.data)
         require_unchanged(self._descriptors[rank], source)
         self._require_digest(rank, self._part(rank, name), data.data)
-        if entry.dtype == "F8_E8M0":
-            require_numbers(data.reshape(entry.shape), name, source.name)
+        require_finite(data, entry.dtype, name, source.name, entry.shape)
         return torch.from_numpy(data).view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ def shard_checkpoint(
         DiskFullError, OutputWriteError: it does not take the bytes. Partial files stay for another run.
         FileReadError: the checkpoint does not give its bytes. Partial files stay for another run.
         SourceChangedError: the checkpoint is not what was checked, or changes meanwhile. Partial files are removed.
-        ScaleNanError: a scale is NaN.
+        ScaleNanError, NonFiniteWeightError: a scale or another stored number is infinite or NaN.
         DigestMismatchError: the checkpoint's bytes are not those that other ranks in `directory` were made from.
     """
     asked = tuple(range(layout.world_size)) if ranks is None else tuple(sorted(set(ranks)))

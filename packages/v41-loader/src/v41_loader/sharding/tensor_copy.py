@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from v41_loader.digests import DigestAlgorithm, new_digest
+from v41_loader.finite_codes import require_finite
 from v41_loader.header import TensorEntry
 from v41_loader.inventory import Inventory, StoredTensor
-from v41_loader.scale_codes import require_numbers
+from v41_loader.rules import DTYPE_BYTES
 from v41_loader.sharding.manifest import PartDigests
 from v41_loader.sharding.output_files import read_back, start_flush, write_at, write_errors
 from v41_loader.sharding.part_blocks import BLOCK_BYTES, Block, BlockBuffers, part_blocks
@@ -82,7 +83,7 @@ class TensorCopy:
         """Read every part once and write it to each rank that holds it.
 
         Raises:
-            ScaleNanError: a scale is NaN.
+            ScaleNanError, NonFiniteWeightError: a scale or another stored number is infinite or NaN.
             SourceChangedError, FileReadError: the checkpoint cannot be read as it was checked.
             DiskFullError, OutputWriteError: a rank file does not take the bytes.
         """
@@ -149,11 +150,16 @@ class TensorCopy:
         )  # fmt: skip
         for number, row, block in blocks:
             part = self.parts[number]
-            if part.tensor.dtype == "F8_E8M0":
-                first, column = (row, part.part.start) if part.part.axis == 1 else (row + part.part.start, 0)
-                require_numbers(block, part.tensor.name, source.name, (first, column))
+            self._require_finite(part, row, block, source.name)
             yield part, block
         require_unchanged(fd, source)
+
+    def _require_finite(self, part: StoredPart, row: int, block: Block, file: str) -> None:
+        tensor = part.tensor
+        row_items = block.shape[1] // DTYPE_BYTES[tensor.dtype]
+        origin = (row, part.part.start) if part.part.axis == 1 else (row + part.part.start, 0)
+        rank = len(tensor.shape)
+        require_finite(block, tensor.dtype, tensor.name, file, (len(block), row_items)[:rank], origin[:rank])
 
 
 def tensor_copies(inventory: Inventory, contents: RankContents) -> tuple[TensorCopy, ...]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from v41_loader.bounded_jobs import Job, run_jobs
 from v41_loader.digests import new_digest
 from v41_loader.errors import DigestMismatchError, ManifestError, MissingRankError
+from v41_loader.finite_codes import require_finite
 from v41_loader.inventory import CONFIG_FILE, GroupTotal, Inventory, skipped_groups
-from v41_loader.scale_codes import require_numbers
+from v41_loader.rules import DTYPE_BYTES
 from v41_loader.sharding.coverage import require_scale_pairing, require_union
 from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.output_directory import RANK_FILES
@@ -49,9 +50,9 @@ def verify_shards(
     """Read shards again and prove that they are the checkpoint they were made from.
 
     Every rank file holds exactly the tensors that config and layout imply; the parts of each tensor make it up, without
-    gap or overlap, once in each TP group (an expert: once); scales stand with their weights and are cut alike; no scale
-    is NaN; every byte has the digest that it was written with, and, taken back into the released form, the digest of
-    the source's bytes. With `source`, the checkpoint is read again and has these digests too.
+    gap or overlap, once in each TP group (an expert: once); scales stand with their weights and are cut alike; all
+    stored numbers are finite; every byte has the digest that it was written with, and, taken back into the released
+    form, the digest of the source's bytes. With `source`, the checkpoint is read again and has these digests too.
 
     Args:
         ranks: look at these alone, and leave the union unproven; by default all ranks of the layout must be there.
@@ -63,7 +64,7 @@ def verify_shards(
         ShardCoverageError: the parts of a tensor are not the tensor.
         ScalePairingError: a scale is not with its weight.
         DigestMismatchError: bytes of a rank file or of the source are not those that were sharded.
-        ScaleNanError: a scale is E8M0 code 255.
+        ScaleNanError, NonFiniteWeightError: a scale or another stored number is infinite or NaN.
         SourceChangedError, FileReadError: a file cannot be read as it was checked.
     """
     shards = read_shard_inventory(directory, ranks)
@@ -144,8 +145,8 @@ class _Verification:
             block = buffers.block("read", 1, min(step, entry.end - begin)).reshape(-1)
             read_into(fd, file, begin, block.data)
             stored.update(block.data)
-            if entry.dtype == "F8_E8M0":
-                require_numbers(block, name, file.name, (begin - entry.begin,))
+            first, count = (nbytes // DTYPE_BYTES[entry.dtype] for nbytes in (begin - entry.begin, block.nbytes))
+            require_finite(block, entry.dtype, name, file.name, (count,), (first,))
             if transform is not None:
                 original.update(transform.inverse(block).reshape(-1).data)
         require_unchanged(fd, file)
