@@ -130,7 +130,8 @@ def test_one_line_and_exit_code_2(
         ({"--requests": str(tmp_path / "none.json")}, "none.json"),
         ({"--checkpoint": str(tmp_path / "none")}, "none"),
         ({"--tp": "3"}, "tp: expected a divisor of num_attention_heads = 8, found 3"),
-        ({"--threads": "0"}, "--threads: expected at least 1"),
+        ({"--threads": "0"}, "--threads: expected 1 to 1024"),
+        ({"--threads": "1025"}, "--threads: expected 1 to 1024"),
         ({"--dp": "0"}, "dp: expected a size of at least 1"),
         ({"--decode": "-1"}, "decode: expected at least 0"),
         ({"--out": str(tmp_path)}, "the name of a file"),
@@ -200,25 +201,30 @@ def test_files_without_engram_carry_no_notice(tiny_directory: Path, requests_fil
 
 
 @pytest.mark.parametrize(
-    ("content", "place"),
+    ("content", "message"),
     [
-        ("", r"requests\.json: "),
-        ("[[1]]", r"requests\.json: "),
-        ('{"requests": []}', r"requests\.json requests: "),
-        ('{"requests": [[1], []]}', r"requests\[1\]: "),
-        ('{"requests": [[1, true]]}', r"requests\[0\]\[1\]: "),
-        ('{"requests": [[1.0]]}', r"requests\[0\]\[0\]: "),
-        ('{"requests": [["1"]]}', r"requests\[0\]\[0\]: "),
-        ('{"requests": [[1]], "temperature": 1}', r"temperature: "),
-        ('{"prompts": [[1]]}', r"requests: "),
+        ("", r"requests\.json: expected JSON in UTF-8, found 'Expecting value"),
+        ("\xff", r"requests\.json: expected JSON in UTF-8"),
+        ("[" * 100000, r"requests\.json: expected JSON in UTF-8"),
+        ("[[1]]", r'requests\.json: expected {"requests": \[\[token ids\], \.\.\.\]}, found \[\[1\]\]'),
+        ('{"requests": []}', r"requests\.json requests: expected at least one entry"),
+        ('{"requests": [[1], []]}', r"requests\[1\]: expected at least one entry"),
+        ('{"requests": [1]}', r"requests\[0\]: expected a list, found 1"),
+        ('{"requests": [[1, true]]}', r"requests\[0\]\[1\]: expected a token id, an integer, found True"),
+        ('{"requests": [[1.0]]}', r"requests\[0\]\[0\]: expected a token id, an integer, found 1.0"),
+        ('{"requests": [["1"]]}', r"requests\[0\]\[0\]: expected a token id"),
+        ('{"requests": [[1]], "temperature": 1}', r"temperature: expected no key but requests"),
+        ('{"prompts": [[1]]}', r"requests: expected {"),
+        ('{"requests": [[1]], "requests": [[2]]}', r"requests\.json requests: expected it once, found 'the key twice'"),
     ],
 )
-def test_request_files_are_checked(tmp_path: Path, content: str, place: str) -> None:
+def test_request_files_are_checked(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "requests.json"
-    path.write_text(content)
-    with pytest.raises(RequestError, match=place) as caught:
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(RequestError, match=message) as caught:
         read_request_file(path)
     assert len(str(caught.value)) < 400
+    assert "pydantic" not in str(caught.value)
 
 
 def test_every_command_is_reachable(capsys: pytest.CaptureFixture[str]) -> None:

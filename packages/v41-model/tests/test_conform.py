@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from v41_model.conform import conformance_reports, exit_code, format_table, not_
 from v41_model.errors import VectorsError
 from v41_model.replay import replay
 from v41_model.tensor_report import compare
-from v41_model.vectors_file import REPLAY_INPUTS, VectorsFile, read_vectors
+from v41_model.vectors_file import VectorsFile, read_vectors, replay_keys
 
 TOKENS = [0, 17, 250, 99, 4, 311, 17, 8, 500, 42, 77, 3, 128, 9, 260, 31, 5, 402, 66]
 """19 tokens: an odd count leaves a pair open, and layer 2's and 6's later tokens see a full selection."""
@@ -83,7 +85,7 @@ def test_one_changed_element_is_found_and_named(dump: dict[str, Tensor], tiny_we
     assert failed[0].mismatches == 1
     assert failed[0].max_ulp in (1, None)
     assert exit_code(reports) == 1
-    if kind not in REPLAY_INPUTS:
+    if key not in replay_keys(TINY):
         assert len(failed) == 1  # nothing else starts from it
     layer = key.split(".")[1] if key.startswith("layer.") else "-"
     line = next(line for line in format_table(reports).splitlines() if "DIFFERS" in line)
@@ -118,6 +120,39 @@ def test_a_decode_file(dump: dict[str, Tensor], tiny_weights: ModelWeights) -> N
         assert next(r.key for r in reports if not r.passed) == key
 
 
+def test_inputs_of_layers_that_have_none_are_not_injected(
+    dump: dict[str, Tensor], tiny_weights: ModelWeights, tmp_path: Path
+) -> None:
+    """Layer 3 selects nothing and makes no candidates: what a file has under those names is listed, not used."""
+    extra = {"layer.03.topk": torch.tensor(0.5), "layer.03.candidate_mask": torch.zeros(3), "layer.77.X": torch.ones(1)}
+    save_file({**dump, **extra}, tmp_path / "dump.safetensors")
+    file = read_vectors(tmp_path / "dump.safetensors", TINY)
+    reports = stage_reports("layer-local", replay(TINY, tiny_weights, file, layer_local=True), file)
+    assert exit_code(reports) == 0
+    assert not_compared(reports, file) == sorted(extra)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_nan_that_reaches_the_logits_is_a_difference(
+    dump: dict[str, Tensor], tiny_weights: ModelWeights, decode: bool
+) -> None:
+    """No token can be chosen then, which must not end the comparison."""
+    normed = dump["final.norm_out"][:1].clone() if decode else dump["final.norm_out"].clone()
+    normed[-1, 0] = torch.nan
+    tensors = {"final.norm_out": normed, "next_token": torch.tensor([1])}
+    file = VectorsFile(TOKENS, [5] if decode else [], tensors)
+    computed = replay(TINY, tiny_weights, file, layer_local=True)
+    assert "next_token" not in computed
+    assert ("decode_tokens" in computed) == decode, "the prompt's logits are computed here"
+    reports = conformance_reports(TINY, tiny_weights, file)
+    assert next(r.key for r in reports if not r.passed) == "final.norm_out"
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    assert summary([]) == "NOTHING COMPARED"
+    assert "1 tensors of the file NOT compared" in summary([], 1)
+
+
 class TestCompare:
     def test_ulp_counts_numbers_in_between(self) -> None:
         a = torch.tensor([1.0, -1.0, 0.0])
@@ -146,6 +181,29 @@ class TestCompare:
     def test_a_bound_never_accepts_integers(self) -> None:
         assert not compare("layer-local", "x", torch.tensor([1, 2]), torch.tensor([1, 3]), max_relative_l2=0.9).passed
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+    def test_floats_never_pass_for_integers(self, dtype: torch.dtype) -> None:
+        ids = torch.tensor([1, 2], dtype=torch.int32)
+        for stored in (ids.to(dtype), ids.to(dtype) + 0.5):
+            report = compare("layer-local", "router_ids", ids, stored, max_relative_l2=0.9)
+            assert (report.mismatches, report.passed) == (2, False)
+            assert "computed int64 [2]" in report.note
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+    def test_other_floats_are_not_converted(self, dtype: torch.dtype) -> None:
+        assert not compare("layer-local", "x", torch.ones(2), torch.ones(2, dtype=dtype), max_relative_l2=0.9).passed
+
+    def test_masks_and_integers_of_any_width_compare_by_value(self) -> None:
+        mask = torch.tensor([True, False])
+        for dtype in (torch.uint8, torch.int16, torch.int64):
+            assert compare("layer-local", "x", mask, mask.to(dtype)).passed
+            assert compare("layer-local", "x", mask, 1 - mask.to(dtype)).mismatches == 2
+
+    def test_json_has_no_infinities(self) -> None:
+        nan = torch.tensor([torch.nan, 1.0])
+        for report in (compare("layer-local", "x", nan, torch.ones(2)), compare("layer-local", "x", nan, nan[:1])):
+            assert json.loads(json.dumps(report.to_json(), allow_nan=False))["relative_l2"] is None
+
     def test_shape_and_dtype(self) -> None:
         report = compare("layer-local", "x", torch.zeros(2), torch.zeros(3))
         assert not report.passed
@@ -169,6 +227,14 @@ class TestCompare:
         ({"layer.04.topk": torch.full((19, 17), -1, dtype=torch.int32)}, "layer.04.topk"),
         ({"layer.06.candidate_mask": torch.zeros(19, 20, dtype=torch.uint8)}, "layer.06.candidate_mask"),
         ({"decode_tokens": torch.full((3,), 600, dtype=torch.int32)}, "decode_tokens"),
+        ({"tokens": torch.zeros(1 << 22, dtype=torch.uint8)}, "tokens"),
+        ({"layer.foo": torch.zeros(1)}, "keys"),
+        ({"layer.foo.X": torch.zeros(1)}, "keys"),
+        ({"layer.0.X": torch.zeros(1)}, "keys"),
+        ({"layer.04.": torch.zeros(1)}, "keys"),
+        ({"final_state.foo": torch.zeros(1)}, "keys"),
+        ({"layer.04.compressor_kv_state": torch.tensor(1.0)}, "layer.04.compressor_kv_state"),
+        ({"final_state.layer.04.compressor_score_state": torch.tensor(1.0)}, "final_state.layer.04.compressor_score"),
     ],
 )
 def test_bad_files_are_refused(dump: dict[str, Tensor], tmp_path: Path, change: dict[str, Tensor], named: str) -> None:
@@ -193,12 +259,18 @@ class TestCommand:
         arguments = ["conform", "--checkpoint", str(tiny_directory), "--vectors", str(vectors), "--json", str(out)]
         save_file(dump, vectors)
         assert main(arguments) == 0
-        assert capsys.readouterr().out.splitlines()[-1].startswith("PASS")
+        (verdict,) = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("PASS")
+        assert main([*arguments, "--all"]) == 0
+        assert sum(line.endswith(" ok") for line in capsys.readouterr().out.splitlines()) > 400
         assert json.loads(out.read_text())["passed"] is True
 
         save_file({**dump, "layer.05.moe_out": _changed(dump["layer.05.moe_out"])}, vectors)
         assert main(arguments) == 1
-        assert "first: layer-local layer.05.moe_out (1 of" in capsys.readouterr().out.splitlines()[-1]
+        *table, verdict = capsys.readouterr().out.splitlines()
+        assert "first: layer-local layer.05.moe_out (1 of" in verdict
+        assert len(table) < 12
+        assert all("DIFFERS" in line for line in table[1:])
         body = json.loads(out.read_text())
         assert body["passed"] is False
         first = next(report for report in body["reports"] if not report["passed"])
@@ -219,6 +291,28 @@ class TestCommand:
         out = capsys.readouterr().out
         assert "not compared: layer.01.mystery" in out
         assert "1 tensors of the file NOT compared" in out.splitlines()[-1]
+
+    def test_a_file_of_layers_the_model_has_not(
+        self, dump: dict[str, Tensor], tiny_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        save_file({"tokens": dump["tokens"], "layer.77.X": dump["layer.07.X"]}, tmp_path / "dump.safetensors")
+        vectors = str(tmp_path / "dump.safetensors")
+        assert main(["conform", "--checkpoint", str(tiny_directory), "--vectors", vectors]) == 2
+        assert "nothing to replay" in capsys.readouterr().err
+
+    def test_a_full_disk_is_one_error(self, dump: dict[str, Tensor], tiny_directory: Path, tmp_path: Path) -> None:
+        vectors = tmp_path / "dump.safetensors"
+        save_file({key: dump[key] for key in ("tokens", "layer.09.X", "logits")}, vectors)
+        command = [sys.executable, "-m", "v41_model", "conform", "--all"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*command, "--checkpoint", str(tiny_directory), "--vectors", str(vectors)],
+                stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            )  # fmt: skip
+        errors = [line for line in done.stderr.splitlines() if "replay:" not in line]
+        assert done.returncode == 2
+        assert len(errors) == 1, done.stderr
+        assert "standard output" in errors[0]
 
     def test_a_bad_bound(self, tiny_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = ["--vectors", "none.safetensors", "--max-relative-l2", "1.5"]

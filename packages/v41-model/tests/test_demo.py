@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -124,3 +126,11 @@ def test_the_shown_layer_compresses_and_selects() -> None:
     assert TINY.layer_config(SHOWN_LAYER).owns_kv
     assert TINY.layer_config(SHOWN_LAYER).owns_index
     assert LAYOUT.tp_rank(SHOWN_RANK) == 1, "a rank whose two tokens belong to two requests"
+
+
+def test_the_demonstration_says_what_it_is() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "v41_model.demo", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "TINY on eight ranks" in done.stdout
+    assert not done.stderr

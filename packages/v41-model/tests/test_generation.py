@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from v41_config import TINY, ParallelLayout
 from v41_goldens.weights import ModelWeights
@@ -49,11 +50,28 @@ def test_bad_requests_are_refused_before_anything_runs(session: ModelSession) ->
         ([[3, 512]], r"requests\[0\]\[1\]: .*found 512"),
         ([[-1]], r"requests\[0\]\[0\]"),
         ([[3] * 4090], "at most max_position_embeddings = 4096"),
+        ([[3, 4.0]], r"requests\[0\]\[1\]: .*found 4.0"),
+        ([[True]], r"requests\[0\]\[0\]: .*found True"),
+        ([[np.bool_(True)]], r"requests\[0\]\[0\]"),
+        ([["3"]], r"requests\[0\]\[0\]"),
+        ([np.array([3.0])], r"requests\[0\]\[0\]"),
+        ([np.array([[3]])], r"requests\[0\]\[0\]"),
+        ([3], r"requests\[0\]: expected a sequence of token ids"),
+        (["34"], r"requests\[0\]: expected a sequence of token ids"),
     ):
         with pytest.raises(RequestError, match=pattern):
-            generate(session, prompts, 8)
-    with pytest.raises(RequestError, match="max_new_tokens"):
-        generate(session, [[3]], 0)
+            generate(session, prompts, 8)  # type: ignore[arg-type]
+    for options in ({"max_new_tokens": 0}, {"max_new_tokens": 2.0}, {"max_step_rows": 0}, {"max_step_rows": True}):
+        with pytest.raises(RequestError, match=next(iter(options))):
+            generate(session, [[3]], **{"max_new_tokens": 1, **options})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"stop_ids\[0\]"):
+        generate(session, [[3]], 1, stop_ids=[512])
+
+
+def test_ids_of_numpy_and_torch_are_integers_too(session: ModelSession) -> None:
+    expected = generate(session, [PROMPTS[0]], 2)
+    for prompt in (np.array(PROMPTS[0]), torch.tensor(PROMPTS[0]), [np.uint8(i) for i in PROMPTS[0]]):
+        assert generate(session, [prompt], np.int32(2)) == expected  # type: ignore[list-item]
 
 
 def _group(*lengths: int, new_tokens: int = 2) -> RequestGroup:

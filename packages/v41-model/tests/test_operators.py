@@ -31,6 +31,8 @@ def test_goldens_by_default_and_one_replaced() -> None:
 def test_an_unknown_operator_is_refused() -> None:
     with pytest.raises(ConfigError, match="layer_norm"):
         Operators().replace(layer_norm=rms_norm)
+    with pytest.raises(ConfigError, match=r"did you mean rms_norm\?"):
+        Operators().replace(rmsnorm=rms_norm)
 
 
 def test_every_operator_of_the_table_is_called(tiny_checkpoint: Checkpoint) -> None:

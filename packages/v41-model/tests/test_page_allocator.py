@@ -83,6 +83,15 @@ def test_a_full_pool_is_an_error_that_changes_nothing() -> None:
         allocator.grow(row, 1025)
 
 
+@pytest.mark.parametrize("row", [1, -1, 4])
+def test_only_admitted_rows_grow(row: int) -> None:
+    allocator = _allocator()
+    allocator.admit()
+    with pytest.raises(PoolError, match=f"admitted and not dropped, found 'request row {row}'"):
+        allocator.grow(row, 10)
+    assert allocator.free_blocks == {**PLENTY, "c2a_state": 3}
+
+
 def test_no_state_block_no_admission() -> None:
     allocator = _allocator(c2a_state=1)
     row = allocator.admit()

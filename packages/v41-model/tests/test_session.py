@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,7 +148,61 @@ def test_every_rank_of_the_world_needs_a_model(tiny_checkpoint: Checkpoint) -> N
         ModelSession(ranks[:1], LocalWorld(TP2))
 
 
-def test_positions_past_the_allocated_length_are_refused(session: ModelSession) -> None:
-    """RoPE tables end where `allocate` said; nothing wraps around."""
-    with pytest.raises(RankError, match=r"position"):
+def test_requests_past_the_allocated_length_are_refused_before_the_step(session: ModelSession) -> None:
+    """RoPE tables end where `allocate` said; nothing wraps around, and nothing is poisoned."""
+    with pytest.raises(RequestError, match=r"DP group 0, request 0: expected at most the 64 .*found '65 tokens"):
         session.step([_batch([3], stored=64)])
+    session.step([_batch([3], stored=63)])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "max_tokens", "pattern"),
+    [
+        ({"window": 1}, 64, "a count for each of window, c2a_cmp_kv"),
+        ({**BLOCKS, "gold": 1}, 64, "gold"),
+        ({**BLOCKS, "window": 0}, 64, r"blocks\[window\]: expected an integer from 1"),
+        ({**BLOCKS, "window": 1.0}, 64, r"blocks\[window\]"),
+        ({**BLOCKS, "window": True}, 64, r"blocks\[window\]"),
+        ({**BLOCKS, "window": 1 << 30}, 64, r"blocks\[window\]"),
+        (BLOCKS, 0, "1 <= max_tokens"),
+        (BLOCKS, TINY.max_position_embeddings + 1, "1 <= max_tokens"),
+        (BLOCKS, 2.5, "1 <= max_tokens"),
+    ],
+)
+def test_a_refused_allocation_leaves_what_there_was(
+    session: ModelSession, blocks: dict[str, int], max_tokens: int, pattern: str
+) -> None:
+    before = session._caches
+    with pytest.raises(SessionError, match=pattern):
+        session.allocate(blocks, max_tokens)
+    assert session._caches is before
+    session.step([_batch([3])])
+    session.allocate({table: np.int64(count) for table, count in BLOCKS.items()}, np.int64(64))
+
+
+def test_an_allocation_that_fails_half_way_changes_nothing(
+    session: ModelSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (session._caches, session._rope_tables)
+    monkeypatch.setattr("v41_model.session.PagedCaches.allocate", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        session.allocate(BLOCKS, 32)
+    assert (session._caches, session._rope_tables) == before
+    session.step([_batch([3], stored=63)])
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"token_ids": np.array([3.0])}, "token_ids: expected a NumPy array of integers"),
+        ({"token_ids": np.array([True])}, "token_ids"),
+        ({"token_ids": np.array([[3]])}, "token_ids"),
+        ({"token_ids": [3]}, "token_ids"),
+        ({"query_start_loc": np.array([[0, 1]])}, "query_start_loc"),
+        ({"query_start_loc": np.array([0.0, 1.0])}, "query_start_loc"),
+        ({"query_start_loc": np.zeros(0, dtype=np.int32)}, "query_start_loc"),
+    ],
+)
+def test_batches_of_another_form_are_refused(change: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(RequestError, match=pattern):
+        dataclasses.replace(_batch([3]), **change)

@@ -48,8 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"v41-model: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except OSError as error:
+        if error.filename is not None:  # of a file, for whose errors its reader or writer has words
+            raise
+        _discard_output()
+        print(f"v41-model: standard output: expected a file that can be written, found {error}", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
+
+
+def _discard_output() -> None:
+    """What is still buffered goes nowhere: Python would try once more to write it at exit, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

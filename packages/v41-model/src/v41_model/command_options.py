@@ -18,6 +18,9 @@ from v41_model.session import ModelSession
 
 __all__ = ["Subparsers", "add_checkpoint_options", "add_layout_options", "opened_checkpoint", "opened_session"]
 
+MAX_THREADS = 1024
+"""More than a machine has; torch would take any number and fail to start them, or not return."""
+
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -59,8 +62,8 @@ def opened_session(arguments: argparse.Namespace) -> Iterator[tuple[Checkpoint, 
     """Checkpoint and session of the options, with all ranks in this process."""
     layout = ParallelLayout(arguments.tp, arguments.dp)
     if arguments.threads is not None:
-        if arguments.threads < 1:
-            raise OptionError("--threads", arguments.threads, "at least 1")
+        if not 1 <= arguments.threads <= MAX_THREADS:
+            raise OptionError("--threads", arguments.threads, f"1 to {MAX_THREADS}")
         torch.set_num_threads(arguments.threads)
     with opened_checkpoint(arguments) as checkpoint:
         yield checkpoint, ModelSession.open(checkpoint, layout)

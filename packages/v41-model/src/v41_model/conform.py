@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -106,7 +106,7 @@ def _late(name: str) -> int:
     return {"moe_out": 2, "X": 3, "pre_mix": 3}.get(name, 4 if name.endswith(("_ring", "_state")) else 1)
 
 
-def format_table(reports: list[TensorReport]) -> str:
+def format_table(reports: Iterable[TensorReport]) -> str:
     """One line per tensor: stage, layer, tensor, elements, mismatches, max ulp, relative L2, verdict."""
     rows = [("stage", "layer", "tensor", "elements", "mismatches", "max ulp", "relative L2", "verdict")]
     for r in reports:
@@ -119,9 +119,11 @@ def format_table(reports: list[TensorReport]) -> str:
 
 
 def summary(reports: list[TensorReport], skipped: int = 0) -> str:
-    """One line: all equal, or the first tensor that differs, layer-local before end to end."""
+    """One line: all within the rule, or the first tensor that differs, layer-local before end to end."""
     failed = [r for r in reports if not r.passed]
     rest = f"; {skipped} tensors of the file NOT compared" if skipped else ""
+    if not reports:
+        return f"NOTHING COMPARED{rest}"
     if not failed:
         return f"PASS: {len(reports)} comparisons, {sum(r.elements for r in reports)} elements{rest}"
     first = failed[0]
@@ -137,11 +139,14 @@ def exit_code(reports: list[TensorReport]) -> int:
 
 
 def write_json(path: Path, reports: list[TensorReport], skipped: list[str]) -> None:
-    """The table as JSON: `{"passed": ..., "reports": [...], "not_compared": [...]}`; written whole or not at all."""
+    """The table as JSON: `{"passed": ..., "reports": [...], "not_compared": [...]}`; written whole or not at all.
+
+    A relative distance that is no finite number is null.
+    """
     body = {
         "passed": exit_code(reports) == PASSED,
         "reports": [report.to_json() for report in reports],
         "not_compared": skipped,
     }
     with atomic_file(path) as partial:
-        partial.write_text(json.dumps(body, indent=1))
+        partial.write_text(json.dumps(body, indent=1, allow_nan=False))

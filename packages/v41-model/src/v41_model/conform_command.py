@@ -48,11 +48,12 @@ def add_conform_command(subparsers: Subparsers) -> None:
         metavar="BOUND",
         help="accept floats within this relative L2 distance (default 0: equal bits)",
     )
+    parser.add_argument("--all", action="store_true", help="print every tensor, not only those that differ")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and the verdict."""
+    """Print what differs (with ``--all`` everything) and the verdict."""
     if not 0 <= arguments.max_relative_l2 < 1:
         raise OptionError("--max-relative-l2", arguments.max_relative_l2, "a bound from 0 to below 1")
     if arguments.json is not None:
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     with opened_checkpoint(arguments) as checkpoint:
         config = checkpoint.config
         file = read_vectors(arguments.vectors, config)
-        if not file.layers_with_inputs:
+        if not file.has_layer_inputs(config):
             print(f"nothing to replay: {arguments.vectors} has no layer's inputs (X, attn_in, moe_in)", file=sys.stderr)
             return NOTHING_TO_REPLAY
         total = steps_of(file) * config.num_hidden_layers
@@ -68,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
             weights = streamed_weights(checkpoint, on_read=lambda _: progress.update())
             reports = conformance_reports(config, weights, file, arguments.max_relative_l2)
     skipped = not_compared(reports, file)
-    print(format_table(reports))
+    shown = reports if arguments.all else [report for report in reports if not report.passed]
+    if shown:
+        print(format_table(shown))
     if skipped:
         print(f"not compared: {', '.join(skipped)}")
     print(summary(reports, len(skipped)))

@@ -6,6 +6,7 @@ prompt are generated together, and every step's residual rows, routes and logits
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -146,5 +147,6 @@ def generation(checkpoint: Checkpoint) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m v41_model.demo", description=__doc__).parse_args()
     torch.set_num_threads(1)
     sys.exit(main())

@@ -10,6 +10,7 @@ import numpy as np
 from v41_config import ModelConfig
 from v41_goldens.greedy import greedy_tokens
 from v41_model.errors import RequestError
+from v41_model.integer_checks import checked_integer, checked_token_ids
 from v41_model.page_allocator import PageAllocator, blocks_for_requests
 from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch
@@ -29,16 +30,19 @@ MAX_STEP_ROWS = 4096
 """Rows of a DP group in one step; longer prompts are prefilled in chunks."""
 
 
-def check_prompt(config: ModelConfig, where: str, tokens: Sequence[int], new_tokens: int) -> None:
-    """Raise :class:`RequestError` for a prompt that is empty, leaves the vocabulary or grows past the last position."""
-    if not tokens:
+def check_prompt(config: ModelConfig, where: str, tokens: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+    """A prompt's ids as plain integers.
+
+    Errors: :class:`RequestError` for a prompt that is empty, holds anything but ids of the vocabulary, or grows past
+    the last position.
+    """
+    ids = checked_token_ids(where, tokens, config.vocab_size)
+    if not ids:
         raise RequestError(where, "no tokens", "at least one token id")
-    for position, token in enumerate(tokens):
-        if not 0 <= token < config.vocab_size:
-            raise RequestError(f"{where}[{position}]", token, f"0 <= token id < vocab_size = {config.vocab_size}")
-    if len(tokens) + new_tokens > config.max_position_embeddings:
+    if len(ids) + new_tokens > config.max_position_embeddings:
         expected = f"at most max_position_embeddings = {config.max_position_embeddings} with what is generated"
-        raise RequestError(where, f"{len(tokens)} tokens + {new_tokens} new ones", expected)
+        raise RequestError(where, f"{len(ids)} tokens + {new_tokens} new ones", expected)
+    return ids
 
 
 @dataclass
@@ -197,11 +201,16 @@ def generate(
     ``on_token(prompt index, token)`` is called as tokens come; a DP group runs at most ``max_step_rows`` rows in a
     step. Allocates the session's caches. Returns the new tokens per prompt.
 
-    Errors: :class:`RequestError` for a prompt that cannot be run.
+    Errors: :class:`RequestError` for a prompt that cannot be run, or a number out of range.
     """
-    if max_new_tokens < 1:
-        raise RequestError("max_new_tokens", max_new_tokens, "at least 1")
-    requests = [Request(tuple(prompt), max_new_tokens, frozenset(stop_ids)) for prompt in prompts]
+    max_new_tokens = checked_integer("max_new_tokens", max_new_tokens, 1)
+    max_step_rows = checked_integer("max_step_rows", max_step_rows, 1)
+    vocabulary = session.config.vocab_size
+    stops = frozenset(checked_token_ids("stop_ids", stop_ids, vocabulary))
+    requests = [
+        Request(checked_token_ids(f"requests[{index}]", prompt, vocabulary), max_new_tokens, stops)
+        for index, prompt in enumerate(prompts)
+    ]
     index_of = {id(request): index for index, request in enumerate(requests)}
     groups = admit(session, requests)
     while any(group.running for group in groups):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +64,9 @@ class Operators:
         """This table with some operators exchanged. Errors: :class:`v41_config.ConfigError` for an unknown name."""
         for name in operators:
             if name not in self.names():
-                raise ConfigError("Operators.replace", name, f"one of {', '.join(self.names())}")
+                close = get_close_matches(name, self.names(), n=1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                raise ConfigError("Operators.replace", name, f"one of {', '.join(self.names())}{hint}")
         return dataclasses.replace(self, **operators)
 
     def attention(self, mode: AttentionMode) -> Callable[..., Tensor]:

@@ -47,9 +47,13 @@ class BlockPool:
         self._lent[taken] = True
         return taken
 
+    def is_lent(self, block: int) -> bool:
+        """Whether somebody holds the block."""
+        return 0 <= block < self.blocks and bool(self._lent[block])
+
     def take_back(self, blocks: Int32Array) -> None:
         """Return blocks that were lent. Errors: :class:`PoolError` for a block that is not out."""
-        stray = [int(b) for b in blocks if not 0 <= b < self.blocks or not self._lent[b]]
+        stray = [int(b) for b in blocks if not self.is_lent(int(b))]
         if stray or len(set(blocks.tolist())) != len(blocks):
             raise PoolError(
                 f"pool {self.name}", f"return of blocks {blocks.tolist()}", "blocks that are lent, once each"
@@ -115,8 +119,10 @@ class PageAllocator:
     def grow(self, row: int, tokens: int) -> None:
         """Lend the pages that ``tokens`` tokens of a request need; all of them, or none and an error.
 
-        Errors: :class:`PoolError` naming the pool, what is free and what is needed.
+        Errors: :class:`PoolError` naming the pool, what is free and what is needed, or a row that is not admitted.
         """
+        if not self._rows.is_lent(row):
+            raise PoolError("PageAllocator.grow", f"request row {row}", "a row that was admitted and not dropped")
         if tokens > self.max_tokens:
             raise PoolError(f"request row {row}", f"{tokens} tokens", f"at most {self.max_tokens} tokens")
         for paged in self._tables.values():

@@ -10,7 +10,7 @@ from v41_goldens.capture import Capture
 from v41_goldens.greedy import greedy_tokens
 from v41_goldens.reference_engine import ReferenceEngine
 from v41_goldens.weights import ModelWeights
-from v41_model.vectors_file import REPLAY_INPUTS, VectorsFile
+from v41_model.vectors_file import VectorsFile, replay_keys
 
 
 def replay(config: ModelConfig, weights: ModelWeights, file: VectorsFile, *, layer_local: bool) -> dict[str, Tensor]:
@@ -23,31 +23,28 @@ def replay(config: ModelConfig, weights: ModelWeights, file: VectorsFile, *, lay
     injected = replay_inputs(file, config) if layer_local else {}
     if not file.decode_tokens:
         capture = Capture()
-        logits = engine.step([(0, file.tokens)], capture, injected).logits
-        return (
-            capture.tensors | engine.state_of(0) | {"logits_last": logits[-1], "next_token": greedy_tokens(logits[-1:])}
-        )
+        last = engine.step([(0, file.tokens)], capture, injected).logits[-1:]
+        return capture.tensors | engine.state_of(0) | {"logits_last": last[0]} | _greedy("next_token", last)
 
-    logits = engine.step([(0, file.tokens)]).logits[-1:]
-    greedy, steps = [greedy_tokens(logits)], []
+    logits, steps = [engine.step([(0, file.tokens)]).logits[-1:]], []
     for step, token in enumerate(file.decode_tokens):
         capture = Capture()
         here = {key: value[step : step + 1] for key, value in injected.items()}
-        greedy.append(greedy_tokens(engine.step([(0, [token])], capture, here).logits[-1:]))
+        logits.append(engine.step([(0, [token])], capture, here).logits[-1:])
         steps.append(capture.tensors)
     result = {key: _stacked([tensors[key] for tensors in steps if key in tensors]) for key in steps[-1]}
     result |= {f"final_state.{key}": value for key, value in engine.state_of(0).items()}
-    return result | {"decode_tokens": torch.cat(greedy[:-1]), "next_token": greedy[-1]}
+    return result | _greedy("decode_tokens", torch.cat(logits[:-1])) | _greedy("next_token", logits[-1])
+
+
+def _greedy(key: str, logits: Tensor) -> dict[str, Tensor]:
+    """The tokens that logits `[R, V]` choose; none where a stored input with a NaN has reached them."""
+    return {} if bool(logits.isnan().any()) else {key: greedy_tokens(logits)}
 
 
 def replay_inputs(file: VectorsFile, config: ModelConfig) -> dict[str, Tensor]:
     """The stored tensors that a layer-local replay goes on with, as `ForwardContext.injected` takes them."""
-    return {key: _padded(key, value, config) for key, value in file.tensors.items() if _is_input(key)}
-
-
-def _is_input(key: str) -> bool:
-    name = key.split(".", 2)[2] if key.startswith("layer.") else key
-    return name in REPLAY_INPUTS
+    return {key: _padded(key, file.tensors[key], config) for key in replay_keys(config) & set(file.tensors)}
 
 
 def _padded(key: str, value: Tensor, config: ModelConfig) -> Tensor:

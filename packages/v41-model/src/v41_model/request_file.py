@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +19,17 @@ class _RequestFile(BaseModel):
     requests: Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
 
 
+_EXPECTED = {
+    "missing": '{"requests": [[token ids], ...]}',
+    "extra_forbidden": "no key but requests",
+    "list_type": "a list",
+    "too_short": "at least one entry",
+    "int_type": "a token id, an integer",
+    "model_type": '{"requests": [[token ids], ...]}',
+}
+"""What a rule of the form above asks for, by pydantic's name of the rule."""
+
+
 def read_request_file(path: Path) -> list[list[int]]:
     """The prompts of a request file: at least one, none empty.
 
@@ -25,16 +37,33 @@ def read_request_file(path: Path) -> list[list[int]]:
     (:func:`v41_model.generation.check_prompt`). Errors: :class:`RequestError` naming the file and the place in it.
     """
     try:
-        content = path.read_bytes()
+        content = json.loads(path.read_bytes(), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise RequestError(str(path), error.strerror or str(error), "a readable file of requests") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(str(path), str(error), "JSON in UTF-8") from error
+    except _DoubleKeyError as error:
+        raise RequestError(f"{path} {error}", "the key twice", "it once") from error
     try:
-        return _RequestFile.model_validate_json(content).requests
+        return _RequestFile.model_validate(content).requests
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False)[0]
         place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
-        expected = f'{{"requests": [[token ids], ...]}}: {first["msg"]}'
+        expected = _EXPECTED.get(first["type"], first["msg"])
         raise RequestError(f"{path}{place and ' ' + place.lstrip('.')}", _shown(first["input"]), expected) from error
+
+
+class _DoubleKeyError(Exception):
+    pass
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _DoubleKeyError(key)
+        values[key] = value
+    return values
 
 
 def _shown(value: object) -> object:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from v41_config import ForwardMetadata, ModelConfig, ParallelLayout
+from v41_config import ForwardMetadata, ModelConfig, ParallelLayout, cache_pools
+from v41_config.cache_abi import MAX_BLOCK
 from v41_goldens.capture import Capture
 from v41_goldens.paged_cache import PagedCaches
 from v41_goldens.rope_rows import RopeTables, rope_tables
 from v41_loader import Checkpoint, rank_tensors
 from v41_model.communicator import Communicator
-from v41_model.errors import SessionError
+from v41_model.errors import RequestError, SessionError
+from v41_model.integer_checks import as_integer
 from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
 from v41_model.rank_forward import RankModel
@@ -62,6 +64,7 @@ class ModelSession:
         self._caches: dict[int, PagedCaches] = {}
         self._blocks: dict[str, int] = {}
         self._rope_tables: RopeTables | None = None
+        self._max_tokens = 0
         self._failure: BaseException | None = None
         if sorted(self._ranks) != list(world.local_ranks):
             raise SessionError("ModelSession", sorted(self._ranks), f"one model for each of ranks {world.local_ranks}")
@@ -96,14 +99,36 @@ class ModelSession:
         ``blocks`` counts 128-row blocks per block table (:func:`v41_config.cache_pools` names them); ``max_tokens``
         is the longest request, and with it the RoPE tables' capacity. A poisoned session is usable again.
 
-        Errors: :class:`SessionError` when the session is closed.
+        Errors: :class:`SessionError` when the session is closed, a block table is missing, unknown or without blocks,
+        or ``max_tokens`` is no length of the model; what there was is untouched then.
         """
         if not self._ranks:
             raise SessionError("ModelSession.allocate", "a closed session", "an open one")
-        self._caches = {rank: PagedCaches.allocate(self.config, blocks) for rank in self._ranks}
-        self._blocks = dict(blocks)
-        self._rope_tables = rope_tables(self.config, max_tokens)
-        self._failure = None
+        blocks = self._checked_blocks(blocks)
+        longest = self.config.max_position_embeddings
+        capacity = as_integer(max_tokens)
+        if capacity is None or not 1 <= capacity <= longest:
+            expected = f"1 <= max_tokens <= max_position_embeddings = {longest}"
+            raise SessionError("ModelSession.allocate max_tokens", max_tokens, expected)
+        tables = rope_tables(self.config, capacity)
+        caches = {rank: PagedCaches.allocate(self.config, blocks) for rank in self._ranks}
+        self._caches, self._blocks, self._rope_tables = caches, blocks, tables
+        self._max_tokens, self._failure = capacity, None
+
+    def _checked_blocks(self, blocks: Mapping[str, int]) -> dict[str, int]:
+        known = dict.fromkeys(pool.block_table for pool in cache_pools(self.config))
+        if set(blocks) != set(known):
+            raise SessionError(
+                "ModelSession.allocate blocks", sorted(blocks), f"a count for each of {', '.join(known)}"
+            )
+        checked = {}
+        for table, given in blocks.items():
+            count = as_integer(given)
+            if count is None or not 1 <= count <= MAX_BLOCK:
+                where = f"ModelSession.allocate blocks[{table}]"
+                raise SessionError(where, given, f"an integer from 1 to {MAX_BLOCK}")
+            checked[table] = count
+        return checked
 
     def step(
         self,
@@ -119,14 +144,17 @@ class ModelSession:
         in the step, or of every row with ``all_logits``. ``capacity`` reserves the slabs of that many rows per DP
         group; by default slabs follow each group's own rows.
 
-        Errors: :class:`SessionError` when the session is poisoned or has no caches; what
-        :meth:`StepBatch.lower` raises for a batch that does not fit; :class:`WorldError` from the ranks.
+        Errors: :class:`SessionError` when the session is poisoned or has no caches; what :meth:`StepBatch.lower`
+        raises for a batch that does not fit, :class:`RequestError` for a request that outgrows ``max_tokens``;
+        :class:`WorldError` from the ranks.
         """
         tables = self._ready(batches)
         lowered = [
             batch.lower(self.config, self.layout, dp_rank, capacity=capacity, pool_blocks=self._blocks)
             for dp_rank, batch in enumerate(batches)
         ]
+        for dp_rank, (_, group) in enumerate(lowered):
+            self._check_lengths(dp_rank, group.metadata)
 
         def rank_program(communicator: Communicator) -> tuple[Tensor, Capture | None]:
             token_ids, group = lowered[self.layout.dp_rank(communicator.rank)]
@@ -161,6 +189,14 @@ class ModelSession:
         self._caches.clear()
         self._rope_tables = None
         self._failure = SessionError("ModelSession", "a closed session", "an open one")
+
+    def _check_lengths(self, dp_rank: int, metadata: ForwardMetadata[Tensor]) -> None:
+        too_long = (metadata.new_kv_seq_lens > self._max_tokens).nonzero().flatten()
+        if len(too_long):
+            request = int(too_long[0])
+            where = f"step batch, DP group {dp_rank}, request {request}"
+            found = f"{int(metadata.new_kv_seq_lens[request])} tokens after the step"
+            raise RequestError(where, found, f"at most the {self._max_tokens} that allocate was given")
 
     def _ready(self, batches: Sequence[StepBatch]) -> RopeTables:
         if self._failure is not None:

@@ -24,7 +24,8 @@ class StepBatch:
     step; the block tables are the caller's, as :func:`v41_config.build_forward_metadata` takes them. An empty batch
     (B = 0) is an idle DP group.
 
-    Errors: :class:`RequestError` when the number of ids is not what ``query_start_loc`` ends with.
+    Errors: :class:`RequestError` when the number of ids is not what ``query_start_loc`` ends with, or either is no
+    one-dimensional array of integers.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -35,6 +36,13 @@ class StepBatch:
     state_block_tables: Mapping[int, npt.NDArray[Any]]
 
     def __post_init__(self) -> None:
+        for name in ("token_ids", "query_start_loc"):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+                found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else array
+                raise RequestError(f"step batch {name}", found, "a NumPy array of integers in one dimension")
+        if len(self.query_start_loc) == 0:
+            raise RequestError("step batch query_start_loc", [], "0, then where each request ends")
         if len(self.token_ids) != int(self.query_start_loc[-1]):
             expected = f"{int(self.query_start_loc[-1])}, where query_start_loc ends"
             raise RequestError("step batch", f"{len(self.token_ids)} token ids", expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 Stage = Literal["layer-local", "end-to-end"]
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+"""Types of ids, counts and masks; they compare with one another by value."""
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -28,16 +32,17 @@ class TensorReport:
     note: str = ""
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        """The fields; JSON has no number for an infinite distance, or one that involves NaN, so that is null."""
+        return asdict(self) | {"relative_l2": self.relative_l2 if math.isfinite(self.relative_l2) else None}
 
 
 def compare(stage: Stage, key: str, ours: Tensor, stored: Tensor, max_relative_l2: float = 0.0) -> TensorReport:
     """Element by element. Floats compare by their bits, but any NaN equals any NaN; integers and masks by value.
 
-    `max_relative_l2 = 0` demands equal bits; a larger bound accepts floats within it and never integers. A shape
-    that differs fails.
+    `max_relative_l2 = 0` demands equal bits; a larger bound accepts floats within it and never integers. Another
+    shape fails, and so does another float type, or floats where integers are computed: nothing is converted.
     """
-    ours, stored = _same_kind(ours), _same_kind(stored)
+    ours, stored = _by_value(ours), _by_value(stored)
     if ours.shape != stored.shape or ours.dtype != stored.dtype:
         note = f"computed {_kind(ours)}, stored {_kind(stored)}"
         return TensorReport(stage, key, stored.numel(), stored.numel(), None, float("inf"), False, note)
@@ -58,8 +63,8 @@ def compare(stage: Stage, key: str, ours: Tensor, stored: Tensor, max_relative_l
     return TensorReport(stage, key, stored.numel(), mismatches, ulp, relative, relative <= max_relative_l2 > 0)
 
 
-def _same_kind(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in _BITS else tensor.to(torch.int64)
+def _by_value(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.int64) if tensor.dtype in INTEGERS else tensor
 
 
 def _kind(tensor: Tensor) -> str:

@@ -8,6 +8,7 @@ tensors are stacked over those steps.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from torch import Tensor
 from v41_config import LayerConfig, ModelConfig
 from v41_goldens.capture import layer_key
 from v41_model.errors import VectorsError
+from v41_model.tensor_report import INTEGERS
 
 _DERIVED = re.compile(r".*_gap$|logits_torch_topk")
 """Diagnostics of a run (margins, another tie rule), not results of the model."""
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
+_LAYER_KEY = re.compile(r"(final_state\.)?layer\.\d{2,}\.\w[\w.]*")
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,14 @@ class VectorsFile:
         """Token rows that every per-token tensor has."""
         return len(self.decode_tokens) or len(self.tokens)
 
-    @property
-    def layers_with_inputs(self) -> bool:
-        """Whether some layer can be replayed from stored inputs."""
-        return any(key.startswith("layer.") and key.endswith((".X", ".attn_in", ".moe_in")) for key in self.tensors)
+    def has_layer_inputs(self, config: ModelConfig) -> bool:
+        """Whether some layer of the model can be replayed from stored inputs."""
+        names = ("X", "attn_in", "moe_in")
+        return any(layer_key(layer.layer_id, name) in self.tensors for layer in config.layers for name in names)
 
 
 def read_vectors(path: Path, config: ModelConfig) -> VectorsFile:
-    """Read and check a file: token ids in range, shapes and dtypes of every tensor that a replay starts from.
+    """Read and check a file: keys of layers, token ids in range, shapes and dtypes of what a replay starts from.
 
     Errors: `VectorsError`, naming the file's tensor.
     """
@@ -55,6 +57,7 @@ def read_vectors(path: Path, config: ModelConfig) -> VectorsFile:
     except (OSError, SafetensorError) as error:
         raise VectorsError(str(path), str(error), "a readable safetensors file") from error
     tensors = {key: value for key, value in tensors.items() if not _DERIVED.fullmatch(key)}
+    _check_keys(tensors)
     prompt = _token_ids(tensors, "tokens", config)
     if not prompt:
         raise VectorsError("tokens", [], "at least one token")
@@ -66,7 +69,7 @@ def read_vectors(path: Path, config: ModelConfig) -> VectorsFile:
     for layer in config.layers:
         for name, (shape, dtypes) in _replayed(config, layer, file_.rows, total).items():
             _check(tensors, layer_key(layer.layer_id, name), shape, dtypes)
-    for name in ("embed_out", "final.collapsed", "final.norm_out"):
+    for name in _MODEL_INPUTS:
         _check(tensors, name, (file_.rows, config.hidden_size), (torch.bfloat16,))
     _check_selections(file_, config)
     return file_
@@ -82,28 +85,42 @@ def _replayed(config: ModelConfig, layer: LayerConfig, rows: int, total: int) ->
     specs["X"] = ((rows, config.hc_mult, config.hidden_size), (torch.bfloat16,))
     specs["pre_mix"] = ((rows, config.hc_mult), (torch.float32,))
     if layer.owns_index:
-        specs["topk"] = ((rows, None), _INTEGERS)
+        specs["topk"] = ((rows, None), INTEGERS)
     if layer.makes_candidates:
-        specs["candidate_mask"] = ((rows, total // layer.compress_ratio), _INTEGERS)
+        specs["candidate_mask"] = ((rows, total // layer.compress_ratio), INTEGERS)
     return specs
 
 
-REPLAY_INPUTS = frozenset(
-    {"attn_in", "attn_out", "moe_in", "moe_out", "X", "pre_mix", "topk", "candidate_mask"}
-    | {"embed_out", "final.collapsed", "final.norm_out"}
-)
-"""Names (without the layer) of the stored tensors that a layer-local replay goes on with."""
+_MODEL_INPUTS = ("embed_out", "final.collapsed", "final.norm_out")
 
 
-def _token_ids(tensors: dict[str, Tensor], key: str, config: ModelConfig) -> list[int]:
+def replay_keys(config: ModelConfig) -> frozenset[str]:
+    """Keys of the stored tensors that a layer-local replay goes on with; `read_vectors` has checked their form."""
+    of_layers = (layer_key(i.layer_id, name) for i in config.layers for name in _replayed(config, i, 0, 0))
+    return frozenset((*_MODEL_INPUTS, *of_layers))
+
+
+def _check_keys(tensors: Mapping[str, Tensor]) -> None:
+    for key, value in tensors.items():
+        if key.startswith(("layer.", "final_state.")) and not _LAYER_KEY.fullmatch(key):
+            raise VectorsError("keys", key, "layer.NN.NAME with the layer in two digits, such as layer.07.attn_out")
+        if key.endswith(("compressor_kv_state", "compressor_score_state")) and value.dim() != 2:
+            raise VectorsError(key, list(value.shape), "[rows, head_dim]")
+
+
+def _token_ids(tensors: Mapping[str, Tensor], key: str, config: ModelConfig) -> list[int]:
     if key not in tensors:
         raise VectorsError(key, f"no such tensor among {len(tensors)}", "token ids, integers [T]")
     ids = tensors[key]
-    if ids.dim() != 1 or ids.dtype not in _INTEGERS:
+    if ids.dim() != 1 or ids.dtype not in INTEGERS:
         raise VectorsError(key, f"{ids.dtype} {list(ids.shape)}", "integers [T]")
+    if ids.numel() > config.max_position_embeddings:
+        expected = f"at most max_position_embeddings = {config.max_position_embeddings}"
+        raise VectorsError(key, f"{ids.numel()} ids", expected)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
         raise VectorsError(key, [int(ids.min()), int(ids.max())], f"ids from 0 to {config.vocab_size - 1}")
-    return [int(i) for i in ids]
+    result: list[int] = ids.long().tolist()
+    return result
 
 
 def _check(
