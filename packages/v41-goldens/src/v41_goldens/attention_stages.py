@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from v41_config import BLOCK_ROWS, LayerConfig
+from v41_goldens.candidate_blocks import CandidateBlocks, candidate_blocks
 from v41_goldens.capture import layer_key
 from v41_goldens.compressor import CompressorRows, compress_ratio_1, compress_ratio_2
 from v41_goldens.errors import OperandError, WeightError
 from v41_goldens.forward_context import ForwardContext
-from v41_goldens.indexer import index_keys, index_queries, select_entries
+from v41_goldens.indexer import IndexQueries, index_keys, index_queries, select_entries
 from v41_goldens.output_projection import grouped_output, o_proj
+from v41_goldens.paged_cache import publish_compressed_kv, publish_index_key, publish_window_kv
 from v41_goldens.qkv import kv_proj_rope, q_proj_qr, q_proj_rope
 from v41_goldens.quantisers import (
     dequantize_compressed_kv,
@@ -25,6 +30,31 @@ from v41_goldens.rope import apply_rope
 from v41_goldens.sparse_attention import sparse_attention
 from v41_goldens.weights import AttentionWeights, IndexerWeights
 
+
+@dataclass(frozen=True)
+class AttentionStages:
+    """The operators that the stages call, by name: goldens, each of which may be exchanged for one of its form.
+
+    Whoever exchanges some puts the table into `ForwardContext.stages`.
+    """
+
+    q_proj_qr: Callable[..., Tensor] = q_proj_qr
+    q_proj_rope: Callable[..., Tensor] = q_proj_rope
+    kv_proj_rope: Callable[..., Tensor] = kv_proj_rope
+    publish_window_kv: Callable[..., None] = publish_window_kv
+    compress_ratio_1: Callable[..., Tensor] = compress_ratio_1
+    compress_ratio_2: Callable[..., Tensor] = compress_ratio_2
+    index_keys: Callable[..., Tensor] = index_keys
+    publish_index_key: Callable[..., None] = publish_index_key
+    publish_compressed_kv: Callable[..., None] = publish_compressed_kv
+    index_queries: Callable[..., IndexQueries] = index_queries
+    select_entries: Callable[..., Tensor] = select_entries
+    candidate_blocks: Callable[..., CandidateBlocks] = candidate_blocks
+    sparse_attention: Callable[..., Tensor] = sparse_attention
+    grouped_output: Callable[..., Tensor] = grouped_output
+    o_proj: Callable[..., Tensor] = o_proj
+
+
 _TOKEN_TILE = 64
 """Tokens attended together: bounds the gathered KV; a token's bits do not depend on it."""
 
@@ -33,8 +63,8 @@ def project_queries(
     ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, x: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`(qr [T, q_lora_rank], q [T, H, head_dim])`, BF16; q is rotated."""
-    qr = q_proj_qr(x, weights, ctx.config)
-    q = q_proj_rope(qr, weights, *ctx.query_rope(layer), ctx.config)
+    qr = ctx.stages.q_proj_qr(x, weights, ctx.config)
+    q = ctx.stages.q_proj_rope(qr, weights, *ctx.query_rope(layer), ctx.config)
     ctx.record(layer, "qr", qr)
     ctx.record(layer, "q", q)
     return qr, q
@@ -42,10 +72,10 @@ def project_queries(
 
 def publish_window(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, x: Tensor) -> None:
     """Every layer's own window KV, quantised into its pages."""
-    rows = quantize_window_kv(kv_proj_rope(x, weights, *ctx.query_rope(layer), ctx.config))
-    ctx.caches.window[layer.layer_id].publish(ctx.metadata.window_slots, rows)
+    kv = ctx.stages.kv_proj_rope(x, weights, *ctx.query_rope(layer), ctx.config)
+    ctx.stages.publish_window_kv(ctx.caches.window[layer.layer_id], ctx.metadata.window_slots, kv)
     if ctx.capture is not None:
-        ctx.record(layer, "window_kv", dequantize_window_kv(rows))
+        ctx.record(layer, "window_kv", dequantize_window_kv(quantize_window_kv(kv)))
 
 
 def publish_compressed(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, x: Tensor) -> None:
@@ -55,19 +85,19 @@ def publish_compressed(ctx: ForwardContext, layer: LayerConfig, weights: Attenti
         raise WeightError(f"layers.{source}.attn.compressor", None, "compressor and index key weights of a KV source")
     closing = meta.compressor_source_token_indices[source].long()
     if layer.compress_ratio == 1:
-        latent = compress_ratio_1(x, weights.compressor, ctx.config)[closing]
+        latent = ctx.stages.compress_ratio_1(x, weights.compressor, ctx.config)[closing]
     else:
         rows = CompressorRows.of(meta, source)
-        latent = compress_ratio_2(x, weights.compressor, rows, ctx.caches.state[source], ctx.config)
+        latent = ctx.stages.compress_ratio_2(x, weights.compressor, rows, ctx.caches.state[source], ctx.config)
     cos, sin = (rows[closing] for rows in ctx.compressed_rope(layer))
-    keys = quantize_index(index_keys(latent, weights.index_keys, cos, sin, ctx.config))
-    entries = quantize_compressed_kv(apply_rope(latent, cos, sin))
-    ctx.caches.index_key[source].publish(meta.index_slots[source][closing], keys)
-    ctx.caches.compressed[source].publish(meta.compressed_slots[source][closing], entries)
+    keys = ctx.stages.index_keys(latent, weights.index_keys, cos, sin, ctx.config)
+    entries = apply_rope(latent, cos, sin)
+    ctx.stages.publish_index_key(ctx.caches.index_key[source], meta.index_slots[source][closing], keys)
+    ctx.stages.publish_compressed_kv(ctx.caches.compressed[source], meta.compressed_slots[source][closing], entries)
     if ctx.capture is not None:
         ctx.record(layer, "compressed_latent", latent)
-        ctx.record(layer, "compressed_kv", dequantize_compressed_kv(entries))
-        ctx.record(layer, "index_k", dequantize_index(keys))
+        ctx.record(layer, "compressed_kv", dequantize_compressed_kv(quantize_compressed_kv(entries)))
+        ctx.record(layer, "index_k", dequantize_index(quantize_index(keys)))
 
 
 def publish_selection(
@@ -76,8 +106,8 @@ def publish_selection(
     """Score this layer's keys and leave the selection's physical rows for every layer that reads them."""
     if indexer is None:
         raise WeightError(f"layers.{layer.layer_id}.attn.indexer", None, "indexer weights of an index source")
-    queries = index_queries(qr, x, indexer, *ctx.query_rope(layer), ctx.config)
-    entries = ctx.record(layer, "topk", select_entries(ctx, layer, queries))
+    queries = ctx.stages.index_queries(qr, x, indexer, *ctx.query_rope(layer), ctx.config)
+    entries = ctx.record(layer, "topk", ctx.stages.select_entries(ctx, layer, queries))
     ctx.topk[layer.layer_id] = physical_rows(ctx, layer, entries)
 
 
@@ -94,10 +124,10 @@ def attend(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, q
             kv = torch.cat([kv, ctx.caches.compressed[layer.kv_source].read(selected)], dim=1)
             rows = torch.cat([rows, selected], dim=1)
         scale = ctx.config.head_dim**-0.5
-        out[tile] = sparse_attention(q[tile], kv, rows >= 0, weights.attn_sink, scale)
+        out[tile] = ctx.stages.sparse_attention(q[tile], kv, rows >= 0, weights.attn_sink, scale)
     ctx.record(layer, "sparse_attn_out", out)
-    u = grouped_output(out, weights, *ctx.query_rope(layer), ctx.config)
-    return o_proj(u, weights, ctx.config, parts)
+    u = ctx.stages.grouped_output(out, weights, *ctx.query_rope(layer), ctx.config)
+    return ctx.stages.o_proj(u, weights, ctx.config, parts)
 
 
 def physical_rows(ctx: ForwardContext, layer: LayerConfig, entries: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,8 +13,17 @@ from v41_goldens.capture import Capture, layer_key
 from v41_goldens.paged_cache import PagedCaches
 from v41_goldens.rope_rows import RopeRows
 
+if TYPE_CHECKING:
+    from v41_goldens.attention_stages import AttentionStages
+
 DEFAULT_MAX_LOGITS_BYTES = 512 << 20
 """Bytes that index scores in flight may take (model.md section 10)."""
+
+
+def _goldens() -> AttentionStages:
+    from v41_goldens.attention_stages import AttentionStages  # its goldens take a context
+
+    return AttentionStages()
 
 
 @dataclass
@@ -25,7 +35,8 @@ class ForwardContext:
     every later layer.
 
     `topk` holds, per index source, the physical compressed rows `[T, index_topk]` its selection names (-1 padded);
-    `candidate_blocks` the candidate source's kept blocks, bool `[T, blocks]`, in request-local positions.
+    `candidate_blocks` the candidate source's kept blocks, bool `[T, blocks]`, in request-local positions. `stages` are
+    the operators that attention is composed of.
     """
 
     config: ModelConfig
@@ -37,6 +48,7 @@ class ForwardContext:
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
     topk: dict[int, Tensor] = field(default_factory=dict)
     candidate_blocks: Tensor | None = None
+    stages: AttentionStages = field(default_factory=_goldens)
 
     def record(self, layer: LayerConfig | None, name: str, tensor: Tensor) -> Tensor:
         """Record a tensor (of one layer, or of the model) and give back what the forward goes on with."""

@@ -19,6 +19,9 @@ from v41_goldens.quantisers import (
     dequantize_compressed_kv,
     dequantize_index,
     dequantize_window_kv,
+    quantize_compressed_kv,
+    quantize_index,
+    quantize_window_kv,
 )
 
 
@@ -86,6 +89,21 @@ _DECODERS: dict[str, Callable[[Quantized], Tensor]] = {
     "cmp_kv": dequantize_compressed_kv,
     "index_key": dequantize_index,
 }
+
+
+def publish_window_kv(cache: RowCache, slots: Tensor, kv: Tensor) -> None:
+    """Quantise rotated window KV BF16 `[n, head_dim]` and write it at `slots`; see `RowCache.publish`."""
+    cache.publish(slots, quantize_window_kv(kv))
+
+
+def publish_compressed_kv(cache: RowCache, slots: Tensor, kv: Tensor) -> None:
+    """The same for rotated latents BF16 `[n, head_dim]`."""
+    cache.publish(slots, quantize_compressed_kv(kv))
+
+
+def publish_index_key(cache: RowCache, slots: Tensor, keys: Tensor) -> None:
+    """The same for index keys BF16 `[n, index_head_dim]`."""
+    cache.publish(slots, quantize_index(keys))
 
 
 @dataclass
