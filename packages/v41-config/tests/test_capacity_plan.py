@@ -272,15 +272,16 @@ def test_layouts_that_do_not_fit_the_model_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("128GiB", 128 * GIB), ("64GB", 64 * GB), ("512 MiB", 512 << 20), ("1.5GB", 3 * GB // 2), ("1000", 1000)],
+    [("128GiB", 128 * GIB), ("64GB", 64 * GB), ("512 MiB", 512 << 20), ("1.5GB", 3 * GB // 2), ("1000B", 1000)],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "-1GB", "GB", "12 apples", "1e3", "nan", "inf", "9" * 400, "1GB x", "8GiB/s", "١GB"]
-)
+@pytest.mark.parametrize("text", [
+    "", "0", "128", "1000", "0GB", "-1GB", "GB", "12 apples", "1e3", "nan", "inf", "9" * 400 + "GB", "1GB x", "8GiB/s",
+    "١GB",
+])  # fmt: skip
 def test_sizes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(CapacityError, match=r"^--hbm: expected a size above 0"):
         parse_bytes(text, "--hbm")

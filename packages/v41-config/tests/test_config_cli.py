@@ -21,8 +21,8 @@ DEPLOYMENT = ["plan", "--context", "1048576", "--requests", "32", "--tp", "4", "
 HAS_MATPLOTLIB = find_spec("matplotlib") is not None
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(arguments) == code
     out, err = capsys.readouterr()
     assert err == ""
     return out
@@ -48,7 +48,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
         reserved_bytes=2 * 10**9,
     )
     expected = CapacityPlan(FLASH, ParallelLayout(4, 2), 1048576, 32, assumed).to_json(96 << 30)
-    assert json.loads(printed(capsys, *DEPLOYMENT, *options, "--json")) == expected
+    assert json.loads(printed(capsys, *DEPLOYMENT, *options, "--json", code=1)) == expected
 
 
 def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +63,9 @@ def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_is_of_the_card_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, *DEPLOYMENT, "--hbm", "80GiB").splitlines()
+    lines = printed(capsys, *DEPLOYMENT, "--hbm", "80GiB", code=1).splitlines()
     plan, hbm = CapacityPlan(FLASH, ParallelLayout(4, 2), 1048576, 32), 80 << 30
+    assert lines[2] == "DOES NOT FIT: 11,953,449,346 B more than the card has"
     assert plan.largest_context(hbm).value < 1048576
     assert f"{plan.largest_context(hbm).value:,} tokens, limited by hbm" in lines[-4]
     assert f": {plan.most_requests(hbm).value} requests per DP group" in lines[-3]
@@ -83,6 +84,14 @@ def test_a_config_file_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert from_file == printed(capsys, "plan", "--preset", "tiny", *options)
 
 
+def test_a_plan_that_just_fits_and_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--preset", "tiny", "--requests", "1", "--tp", "1", "--dp", "1"]
+    total = json.loads(printed(capsys, *options, "--json"))["total"]
+    assert "DOES NOT FIT" not in printed(capsys, *options, "--hbm", f"{total}B")
+    assert "DOES NOT FIT: 1 B more" in printed(capsys, *options, "--hbm", f"{total - 1}B", code=1)
+    assert json.loads(printed(capsys, *options, "--hbm", f"{total - 1}B", "--json", code=1))["free"] == -1
+
+
 def test_operators(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "operators") == operators_as_text(operators().values()) + "\n"
     assert printed(capsys, "operators", "--markdown") == operators_as_markdown(operators().values())
@@ -96,18 +105,20 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--context", "0"], "CapacityError: context: expected an integer of at least 1, found 0"),
-        (["plan", "--context", "1048577"], "CapacityError: context: expected at most max_position_embeddings"),
-        (["plan", "--requests", "-1"], "CapacityError: requests: expected an integer of at least 1, found -1"),
-        (["plan", "--tp", "3"], "LayoutError: tp: expected a divisor of num_attention_heads = 64, found 3"),
-        (["plan", "--tp", "0"], "LayoutError: tp: expected a size of at least 1, found 0"),
-        (["plan", "--hbm", "lots"], "CapacityError: --hbm: expected a size above 0"),
-        (["plan", "--config", "nowhere"], "ConfigError: nowhere: expected a readable config.json"),
-        (["operators", "mhc"], "OperatorError: operator: expected one of"),
+        (["plan", "--context", "0"], "context: expected an integer of at least 1, found 0"),
+        (["plan", "--context", "1048577"], "context: expected at most max_position_embeddings"),
+        (["plan", "--requests", "-1"], "requests: expected an integer of at least 1, found -1"),
+        (["plan", "--tp", "3"], "tp: expected a divisor of num_attention_heads = 64, found 3"),
+        (["plan", "--tp", "0"], "tp: expected a size of at least 1, found 0"),
+        (["plan", "--hbm", "lots"], "--hbm: expected a size above 0"),
+        (["plan", "--config", "nowhere"], "nowhere: expected a readable config.json"),
+        (["plan", "--hbm", "128"], "--hbm: expected a size above 0 with its unit, such as 128GiB or 64GB, found '128'"),
+        (["operators", "mhc_pst"], "operator: expected an operator (did you mean mhc_post or mhc_pre"),
+        (["operators", "xyzzy"], "operator: expected one of"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"v41-config: {message}")
@@ -119,7 +130,7 @@ def test_the_module_runs_as_a_command() -> None:
     good = subprocess.run([*command, "operators", "hc_head"], capture_output=True, text=True, check=True)
     assert good.stdout.startswith("hc_head\n")
     bad = subprocess.run([*command, "plan", "--tp", "3"], capture_output=True, check=False)
-    assert bad.returncode == 1
+    assert bad.returncode == 2
 
 
 def test_a_reader_may_stop_early() -> None:
@@ -156,7 +167,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_printed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([*DEPLOYMENT, "--plot", str(tmp_path / "plan.png")]) == 1
+    assert main([*DEPLOYMENT, "--plot", str(tmp_path / "plan.png")]) == 2
     out, err = capsys.readouterr()
     assert (out, list(tmp_path.iterdir())) == ("", [])
     assert "pip install 'v41-config[plot]'" in err

@@ -38,7 +38,9 @@ def test_every_operator_of_the_model_is_there(name: str) -> None:
 
 
 def test_an_unknown_operator_is_refused() -> None:
-    with pytest.raises(OperatorError, match=r"^operator: expected one of materialize_rope_rows, .*found 'hc_mix'"):
+    with pytest.raises(OperatorError, match=r"^operator: expected one of materialize_rope_rows, .*found 'xyzzy'"):
+        find_operator("xyzzy")
+    with pytest.raises(OperatorError, match=r"^operator: expected an operator \(did you mean mhc_mixes\?\), found"):
         find_operator("hc_mix")
 
 

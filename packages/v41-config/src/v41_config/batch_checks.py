@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from v41_config.config_bounds import INT32_MAX
 from v41_config.errors import MetadataError
-from v41_config.model_config import INT32_MAX, ModelConfig
+from v41_config.model_config import ModelConfig
 
 _Array = npt.NDArray[Any]
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NewType
 
-from v41_config.model_config import FP4_CACHE_GROUP, INT32_MAX, MX_GROUP, ModelConfig
+from v41_config.config_bounds import INT32_MAX
+from v41_config.model_config import FP4_CACHE_GROUP, MX_GROUP, ModelConfig
 
 SourceTokens = NewType("SourceTokens", int)
 """A count of tokens of a request."""

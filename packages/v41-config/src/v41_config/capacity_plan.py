@@ -279,13 +279,13 @@ class CapacityPlan:
 
 _FP32 = DATA_TYPE_BYTES["float32"]
 
-_SIZE = re.compile(r"[0-9.]+ ?[A-Za-z]*")
+_SIZE = re.compile(r"[0-9.]+ ?[A-Za-z]+")
 
 _LARGEST_SIZE = 1 << 60
 
 
 def parse_bytes(text: str, where: str = "size") -> int:
-    """A size such as `128GiB`, `64GB` or `1000`.
+    """A size with its unit, such as `128GiB`, `64GB` or `1000B`: who writes 128 alone does not mean bytes.
 
     Raises:
         CapacityError: text that is no positive size.
@@ -296,7 +296,7 @@ def parse_bytes(text: str, where: str = "size") -> int:
     except (ValidationError, OverflowError):
         size = 0
     if not 0 < size <= _LARGEST_SIZE:
-        raise CapacityError(where, text, "a size above 0 such as 128GiB or 64GB")
+        raise CapacityError(where, text, "a size above 0 with its unit, such as 128GiB or 64GB")
     return size
 
 

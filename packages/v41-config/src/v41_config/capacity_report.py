@@ -15,8 +15,10 @@ _GB = 10**9
 
 
 def plan_as_text(plan: CapacityPlan, hbm_bytes: int) -> str:
-    """Sections and items with their bytes, what is left, what fits, and what was assumed."""
-    lines = [_headline(plan), ""]
+    """Whether it does not fit, sections and items with their bytes, what is left, what fits, and what was assumed."""
+    short = plan.total_bytes - hbm_bytes
+    verdict = [f"DOES NOT FIT: {short:,} B more than the card has", ""] if short > 0 else []
+    lines = [_headline(plan), "", *verdict]
     for section, items in plan.sections.items():
         lines.append(_line(section, plan.section_bytes(section)))
         lines += [_line(f"  {name}", nbytes) for name, nbytes in items.items()]

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from v41_config.capacity_plan import DEFAULT_HBM_BYTES, CapacityAssumptions, CapacityPlan, parse_bytes
-from v41_config.errors import V41Error
+from v41_config.command_line import run_command
 from v41_config.model_config import ModelConfig
 from v41_config.parallel_layout import ParallelLayout
 from v41_config.presets import PRESETS
 
+DOES_NOT_FIT = 1
+"""Exit code of a plan that a card cannot hold."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 on success, 1 with one line on standard error for bad input."""
+    """Run a command; 0 on success, 1 for a plan that does not fit, 2 with one line on standard error for bad input."""
     arguments = _parser().parse_args(argv)
-    try:
-        arguments.run(arguments)
-        sys.stdout.flush()
-    except V41Error as error:
-        print(f"v41-config: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return run_command("v41-config", lambda: arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     assumed = CapacityAssumptions()
 
-    plan = commands.add_parser("plan", help="bytes of one card, and what fits")
+    plan = commands.add_parser("plan", help="bytes of one card, and what fits; exit code 1 where the plan does not")
     model = plan.add_mutually_exclusive_group()
     model.add_argument("--preset", choices=sorted(PRESETS), default="flash", help="default: %(default)s")
     model.add_argument("--config", type=Path, metavar="FILE", help="config.json, or its directory")
@@ -67,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _plan(arguments: argparse.Namespace) -> int:
     from v41_config.capacity_report import plan_as_text, plot_plan
 
     config = ModelConfig.from_json(arguments.config) if arguments.config else PRESETS[arguments.preset]
@@ -92,6 +85,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot_plan(plan, hbm, arguments.plot)
     print(json.dumps(plan.to_json(hbm), indent=2) if arguments.json else plan_as_text(plan, hbm))
+    return 0 if plan.total_bytes <= hbm else DOES_NOT_FIT
 
 
 def _operators(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ MAX_CONFIG_BYTES = 1 << 20
 
 def read_config_file(path: Path) -> ModelConfig:
     """See `ModelConfig.from_json`. Keys nobody knows are named in a warning, never dropped in silence."""
-    data = _load_object(path / "config.json" if path.is_dir() else path)
+    path = path / "config.json" if path.is_dir() else path
+    data = _load_object(path)
     fields, unknown = inference_fields(data) if is_inference_json(data) else released_fields(data)
     if unknown:
-        warnings.warn(f"config keys that v41 does not know, ignored: {', '.join(unknown)}", stacklevel=3)
+        message = f"config keys that v41 does not know, ignored: {', '.join(unknown)}"
+        # The file is at fault, not the caller's line, which Python would print below.
+        warnings.warn_explicit(message, UserWarning, str(path), lineno=0)
     return ModelConfig.model_validate(fields)
 
 
@@ -46,6 +50,6 @@ def _load_object(path: Path) -> dict[str, Any]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ConfigError(next(key for key in keys if keys.count(key) > 1), "two values", "one value for a key")
+        counts = Counter(key for key, _ in pairs)
+        raise ConfigError(next(key for key, count in counts.items() if count > 1), "two values", "one value for a key")
     return values

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
+from v41_config.config_bounds import (
+    CandidateBlock,
+    Entries,
+    Epsilon,
+    Experts,
+    Factor,
+    Heads,
+    IntTuple,
+    Iterations,
+    Layers,
+    Number,
+    Positions,
+    RopeBase,
+    Size,
+    SizeTuple,
+    Streams,
+    Vocabulary,
+    Width,
+)
 from v41_config.errors import ConfigError
 from v41_config.layer_plan import LayerConfig, attention_mode
 
@@ -32,35 +40,6 @@ MX_GROUP = 32
 FP4_CACHE_GROUP = 16
 """Elements of a compressed KV row that share one E4M3 scale (model.md section 2.6)."""
 
-INT32_MAX = 2**31 - 1
-"""Sizes stay below it: positions, token ids and physical rows are INT32."""
-
-_Size = Annotated[int, Field(gt=0, le=INT32_MAX)]
-_IntTuple = Annotated[tuple[int, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
-
-
-def _finite(value: object) -> object:
-    """Before the union with its two messages: an int or float, not NaN, infinite or beyond a double."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise ValueError("a finite number")
-    return value
-
-
-def _above_zero(value: float) -> float:
-    if value <= 0:
-        raise ValueError("a number above 0")
-    return value
-
-
-# Not simply `float`: the file is written back as it was read, and 10000 is not 10000.0 there.
-_Number = Annotated[int | float, BeforeValidator(_finite), WithJsonSchema({"type": "number"})]
-_PositiveNumber = Annotated[
-    int | float,
-    BeforeValidator(_finite),
-    AfterValidator(_above_zero),
-    WithJsonSchema({"type": "number", "exclusiveMinimum": 0}),
-]
-
 
 class _Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
@@ -70,10 +49,10 @@ class RopeScaling(_Group):
     """YaRN parameters of the compressed profile (model.md section 7)."""
 
     rope_type: Literal["yarn"] = "yarn"
-    factor: _PositiveNumber
-    beta_fast: _PositiveNumber
-    beta_slow: _PositiveNumber
-    original_max_position_embeddings: _Size
+    factor: Factor
+    beta_fast: Factor
+    beta_slow: Factor
+    original_max_position_embeddings: Positions
 
 
 class QuantizationConfig(_Group):
@@ -81,7 +60,7 @@ class QuantizationConfig(_Group):
 
     quant_method: Literal["fp8"] = "fp8"
     activation_scheme: Literal["dynamic"] = "dynamic"
-    weight_block_size: _IntTuple = (MX_GROUP, MX_GROUP)
+    weight_block_size: IntTuple = (MX_GROUP, MX_GROUP)
     scale_fmt: Literal["ue8m0"] = "ue8m0"
     expert_dtype: Literal["fp4"] = "fp4"
 
@@ -96,42 +75,42 @@ class QuantizationConfig(_Group):
 class EngramConfig(_Group):
     """The n-gram memory, out of scope here: kept so that a checkpoint with it is recognised and sized."""
 
-    layer_ids: _IntTuple
-    num_embeddings: _IntTuple
-    max_ngram_size: _Size
-    vocab_size: _Size
-    n_heads: _Size
-    head_dim: _Size
+    layer_ids: IntTuple
+    num_embeddings: SizeTuple
+    max_ngram_size: Iterations
+    vocab_size: Size
+    n_heads: Heads
+    head_dim: Width
     pad_token_id: int
-    compressed_vocab_size: _Size
+    compressed_vocab_size: Size
 
 
 class DraftingConfig(_Group):
     """The drafting (DSpark) layers, out of scope here: kept for checkpoint sizes."""
 
-    num_nextn_predict_layers: _Size
-    block_size: _Size
+    num_nextn_predict_layers: Layers
+    block_size: Entries
     noise_token_id: int
-    target_layer_ids: _IntTuple
-    markov_rank: _Size
-    n_routed_experts: _Size
-    num_experts_per_tok: _Size
+    target_layer_ids: IntTuple
+    markov_rank: Width
+    n_routed_experts: Experts
+    num_experts_per_tok: Experts
 
 
 class VisionConfig(_Group):
     """The vision tower, out of scope here: kept for checkpoint sizes."""
 
     model_type: Literal["deepseek_v41_vision"] = "deepseek_v41_vision"
-    num_hidden_layers: _Size
-    hidden_size: _Size
-    num_attention_heads: _Size
-    intermediate_size: _Size
-    patch_size: _Size
-    rope_theta: _PositiveNumber
-    downsample_ratio: _Size
-    max_image_tokens: _Size
-    min_pixels: _Size
-    max_wh_ratio: _Number | None = None
+    num_hidden_layers: Layers
+    hidden_size: Width
+    num_attention_heads: Heads
+    intermediate_size: Width
+    patch_size: Width
+    rope_theta: RopeBase
+    downsample_ratio: Iterations
+    max_image_tokens: Positions
+    min_pixels: Size
+    max_wh_ratio: Number | None = None
 
 
 class ModelConfig(_Group):
@@ -144,49 +123,49 @@ class ModelConfig(_Group):
         ConfigError: naming the field, its value and the rule, from the constructor too.
     """
 
-    vocab_size: _Size
-    hidden_size: _Size
-    moe_intermediate_size: _Size
-    num_hidden_layers: _Size
-    num_attention_heads: _Size
+    vocab_size: Vocabulary
+    hidden_size: Width
+    moe_intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
     num_key_value_heads: Literal[1] = 1
-    head_dim: _Size
-    qk_rope_head_dim: _Size
-    q_lora_rank: _Size
-    o_lora_rank: _Size
-    o_groups: _Size
+    head_dim: Width
+    qk_rope_head_dim: Width
+    q_lora_rank: Width
+    o_lora_rank: Width
+    o_groups: Heads
     hidden_act: Literal["silu"] = "silu"
-    swiglu_limit: _PositiveNumber
-    rms_norm_eps: _PositiveNumber
+    swiglu_limit: Factor
+    rms_norm_eps: Epsilon
     attention_bias: Literal[False] = False
-    attention_dropout: _Number = 0.0
-    initializer_range: _Number = 0.02
+    attention_dropout: Number = 0.0
+    initializer_range: Number = 0.02
     use_cache: bool = True
     tie_word_embeddings: Literal[False] = False
-    max_position_embeddings: _Size
-    rope_theta: _PositiveNumber
+    max_position_embeddings: Positions
+    rope_theta: RopeBase
     rope_scaling: RopeScaling
-    compress_rope_theta: _PositiveNumber
-    n_routed_experts: _Size
+    compress_rope_theta: RopeBase
+    n_routed_experts: Experts
     n_shared_experts: Literal[1] = 1
-    num_experts_per_tok: _Size
+    num_experts_per_tok: Experts
     scoring_func: Literal["sqrtsoftplus"] = "sqrtsoftplus"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     norm_topk_prob: Literal[True] = True
-    routed_scaling_factor: _PositiveNumber
-    sliding_window: _Size
-    compress_ratios: _IntTuple
-    kv_source_layer_ids: _IntTuple
-    index_source_layer_ids: _IntTuple
-    index_n_heads: _Size
-    index_head_dim: _Size
-    index_topk: _Size
+    routed_scaling_factor: Factor
+    sliding_window: Entries
+    compress_ratios: IntTuple
+    kv_source_layer_ids: IntTuple
+    index_source_layer_ids: IntTuple
+    index_n_heads: Heads
+    index_head_dim: Width
+    index_topk: Entries
     candidate_source_layer_id: int
-    candidate_topk_blocks: _Size
-    candidate_block_size: _Size
-    hc_mult: _Size
-    hc_sinkhorn_iters: _Size
-    hc_eps: _PositiveNumber
+    candidate_topk_blocks: Entries
+    candidate_block_size: CandidateBlock
+    hc_mult: Streams
+    hc_sinkhorn_iters: Iterations
+    hc_eps: Epsilon
 
     bos_token_id: int = 0
     eos_token_id: int = 1
@@ -373,5 +352,27 @@ def _check_consistency(c: ModelConfig) -> None:
         require(getattr(c, field) > 1, field, "a base above 1")
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         require(0 <= getattr(c, field) < c.vocab_size, field, f"a token id below vocab_size = {c.vocab_size}")
-    if c.engram is not None and len(c.engram.layer_ids) != len(c.engram.num_embeddings):
-        raise ConfigError("engram_num_embeddings", c.engram.num_embeddings, "one entry per engram layer")
+    if c.image_token_id is not None:
+        require(0 <= c.image_token_id < c.vocab_size, "image_token_id", f"a token id below vocab_size = {c.vocab_size}")
+    _check_groups(c)
+
+
+def _check_groups(c: ModelConfig) -> None:
+    """What the groups that text inference leaves out say of the model; `where` is the file's key."""
+
+    def require(condition: bool, key: str, found: object, rule: str) -> None:
+        if not condition:
+            raise ConfigError(key, found, rule)
+
+    layers, token_id = c.num_hidden_layers, f"a token id below vocab_size = {c.vocab_size}"
+    if c.engram is not None:
+        ids, rows = c.engram.layer_ids, c.engram.num_embeddings
+        require(list(ids) == sorted(set(ids)) and all(0 <= i < layers for i in ids), "engram_layer_ids", ids,
+                f"ascending layer ids from 0 to {layers - 1}")  # fmt: skip
+        require(len(ids) == len(rows), "engram_num_embeddings", rows, "one entry per engram layer")
+        require(0 <= c.engram.pad_token_id < c.vocab_size, "engram_pad_token_id", c.engram.pad_token_id, token_id)
+    if c.drafting is not None:
+        taps, noise = c.drafting.target_layer_ids, c.drafting.noise_token_id
+        require(all(0 <= i < layers for i in taps), "dspark_target_layer_ids", taps,
+                f"layer ids from 0 to {layers - 1}")  # fmt: skip
+        require(0 <= noise < c.vocab_size, "dspark_noise_token_id", noise, token_id)

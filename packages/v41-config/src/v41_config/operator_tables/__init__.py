@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -26,12 +27,14 @@ def operators() -> Mapping[str, OperatorSpec]:
 
 
 def find_operator(name: str) -> OperatorSpec:
-    """The operator of that name.
+    """The operator of that name; an error suggests names that look like it.
 
     Raises:
         OperatorError: there is none.
     """
     found = operators().get(name)
     if found is None:
-        raise OperatorError("operator", name, f"one of {', '.join(operators())}")
+        near = difflib.get_close_matches(name, operators())
+        meant = f"an operator (did you mean {' or '.join(near)}?)" if near else f"one of {', '.join(operators())}"
+        raise OperatorError("operator", name, meant)
     return found
