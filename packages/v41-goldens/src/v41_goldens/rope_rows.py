@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,11 @@ def rope_tables(config: ModelConfig, capacity: int, device: torch.device | str =
 
 
 class RopeRows:
-    """The rows of one forward. `gathers` counts how often a table was read."""
+    """The rows of one forward. `gathers` counts how often a table was read; `materialize` replaces the golden that
+    does it."""
 
-    def __init__(self, tables: RopeTables) -> None:
-        self._tables = tables
+    def __init__(self, tables: RopeTables, materialize: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
+        self._tables, self._materialize = tables, materialize
         self._rows: list[tuple[RopeProfile, Tensor, tuple[Tensor, Tensor]]] = []
 
     @property
@@ -36,6 +39,7 @@ class RopeRows:
                 known_positions is position_ids or torch.equal(known_positions, position_ids)
             ):
                 return rows
-        gathered = materialize_rope_rows(*self._tables[profile], position_ids, position_ids.shape[0])
+        materialize = self._materialize or materialize_rope_rows
+        gathered = materialize(*self._tables[profile], position_ids, position_ids.shape[0])
         self._rows.append((profile, position_ids, gathered))
         return gathered

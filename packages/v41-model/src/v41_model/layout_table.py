@@ -64,7 +64,7 @@ class OperatorTrace:
 
 
 def _shapes(values: Any) -> Iterator[Shape]:
-    for value in (values,) if isinstance(values, Tensor) else values:
+    for value in values if isinstance(values, tuple) else (values,):
         if isinstance(value, Tensor):
             yield tuple(value.shape)
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from v41_config import AttentionMode, ConfigError
+from v41_goldens.attention_stages import AttentionStages
 from v41_goldens.experts import routed_experts, shared_expert
 from v41_goldens.gate import GateOutput, gate
 from v41_goldens.hyper_connections import mhc_mixes, mhc_post, mhc_pre
@@ -27,18 +28,21 @@ from v41_goldens.modes.c2a_reuse import attn_c2a_reuse
 from v41_goldens.modes.swa import attn_swa
 from v41_goldens.moe import combine
 from v41_goldens.rms_norm import rms_norm
+from v41_goldens.rope import materialize_rope_rows
 
 __all__ = ["Operators"]
 
 
 @dataclass(frozen=True)
-class Operators:
+class Operators(AttentionStages):
     """One callable per operator, with the golden's signature and contract (see the golden of that name).
 
     The ``attn_*`` operators take ``(context, layer, weights, x [T, D])`` with the rows of the whole group and give
-    this rank's FP32 output partial ``[T, D]``; all others are row-wise.
+    this rank's FP32 output partial ``[T, D]``; they are composed of the attention stages, which are part of this
+    table. All others are row-wise.
     """
 
+    materialize_rope_rows: Callable[..., tuple[Tensor, Tensor]] = materialize_rope_rows
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     mhc_mixes: Callable[..., tuple[Tensor, Tensor, Tensor]] = mhc_mixes
     mhc_pre: Callable[[Tensor, Tensor], Tensor] = mhc_pre
@@ -55,10 +59,14 @@ class Operators:
     attn_c1a_reindex: Callable[..., Tensor] = attn_c1a_reindex
     attn_c1a_reuse: Callable[..., Tensor] = attn_c1a_reuse
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
+    @staticmethod
+    def names() -> tuple[str, ...]:
         """The operators that can be replaced."""
-        return tuple(field.name for field in dataclasses.fields(cls))
+        return tuple(field.name for field in dataclasses.fields(Operators))
+
+    def at(self, layer: int | None) -> Operators:
+        """The table of one layer, or of entry and exit (None): here the same for all."""
+        return self
 
     def replace(self, **operators: Callable[..., Any]) -> Operators:
         """This table with some operators exchanged. Errors: :class:`v41_config.ConfigError` for an unknown name."""

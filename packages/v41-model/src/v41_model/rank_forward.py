@@ -70,7 +70,8 @@ class RankModel:
         """
         communicator.log.begin_step()
         config = self.config
-        context = ForwardContext(config, group.metadata, caches, RopeRows(rope_tables), capture=capture)
+        rope = RopeRows(rope_tables, operators.materialize_rope_rows)
+        context = ForwardContext(config, group.metadata, caches, rope, capture=capture, stages=operators)
         step = RankStep(config, group, context, self.owners, communicator, operators)
         streams = self._entry(step, token_ids)
         for layer in config.layers:

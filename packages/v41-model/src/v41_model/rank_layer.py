@@ -9,7 +9,7 @@ half together; no rank ever skips MoE.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -61,6 +61,14 @@ class RankStep:
         """Which packed rows each rank of the group holds."""
         return self.group.mapping
 
+    def at(self, layer: LayerConfig) -> RankStep:
+        """This step with the operators of one layer."""
+        operators = self.operators.at(layer.layer_id)
+        if operators is self.operators:
+            return self
+        self.attention.stages = operators
+        return replace(self, operators=operators)
+
     def record(self, layer: LayerConfig, name: str, rows: Tensor) -> None:
         """Capture this rank's token rows of one tensor, where somebody captures."""
         self.attention.record(layer, name, rows)
@@ -70,6 +78,7 @@ def sequence_parallel_layer(
     step: RankStep, layer: LayerConfig, weights: LayerWeights, streams: ResidualStreams
 ) -> ResidualStreams:
     """Attention half, then MoE half. ``weights`` hold this rank's heads, output groups and experts."""
+    step = step.at(layer)
     x_hc, attn_pre = _attention_half(step, layer, weights, streams)
     return _moe_half(step, layer, weights, ResidualStreams(x_hc, attn_pre))
 
