@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,10 +29,36 @@ def test_synth_takes_another_seed(tmp_path: Path, tiny_checkpoint: Path) -> None
     assert (tmp_path / "out" / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
 
 
+def test_more_shards_than_there_is_to_spread_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for shards, said in ((12, ""), (13, "12 files instead of 13: no more have a tensor of their own\n")):
+        out = tmp_path / str(shards)
+        assert main(["synth", "--preset", "tiny", "--shards", str(shards), "--out", str(out)]) == 0
+        first, _, rest = capsys.readouterr().out.partition("\n")
+        assert "in 12 files" in first
+        assert rest == said
+        assert len(list(out.glob("*.safetensors"))) == 12
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_synth_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    """In the middle of writing: no traceback, no partial directory, the exit code of the signal."""
+    command = [sys.executable, "-m", "v41_loader", "synth", "--preset", "flash6", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".out.*.partial/*.safetensors")):
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        run.send_signal(number)
+        out, err = run.communicate(timeout=60)
+    assert (run.returncode, out, err) == (code, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_synth_refuses_a_full_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
-    assert main(["synth", "--preset", "tiny", "--out", str(tmp_path)]) == 1
-    assert "SynthesisError" in capsys.readouterr().err
+    assert main(["synth", "--preset", "tiny", "--out", str(tmp_path)]) == 2
+    assert "expected a directory that is empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -43,10 +73,9 @@ def test_inspect_prints_one_line_per_class(tiny_checkpoint: Path, capsys: pytest
 
 def test_inspect_names_the_fault(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (damaged / "model-00003-of-00006.safetensors").unlink()
-    assert main(["inspect", str(damaged)]) == 1
+    assert main(["inspect", str(damaged)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("v41-loader: CheckpointNotFoundError: ")
-    assert "model-00003-of-00006.safetensors" in error
+    assert error.startswith("v41-loader: model-00003-of-00006.safetensors in ")
     assert error.count("\n") == 1
 
 

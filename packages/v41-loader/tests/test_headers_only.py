@@ -95,6 +95,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["synth", "--preset", "tiny8", "--headers-only", "--out", out]) == 0
     assert "headers of " in capsys.readouterr().out
     assert main(["inspect", out]) == 0
-    assert main(["synth", "--preset", "flash", "--out", str(tmp_path / "more")]) == 1
+    assert main(["synth", "--preset", "flash", "--out", str(tmp_path / "more")]) == 2
     assert "a seed for flash" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()

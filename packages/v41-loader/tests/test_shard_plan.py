@@ -119,8 +119,8 @@ def test_the_command_prints_a_table(tiny_checkpoint: Path, capsys: pytest.Captur
 def test_the_command_refuses_an_engram_that_nobody_left_out(
     flash_headers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--checkpoint", str(flash_headers), "--tp", "4", "--dp", "2"]) == 1
-    assert "EngramCheckpointError" in capsys.readouterr().err
+    assert main(["plan", "--checkpoint", str(flash_headers), "--tp", "4", "--dp", "2"]) == 2
+    assert "Engram in layers [1, 14]" in capsys.readouterr().err
 
 
 MEASURE = """

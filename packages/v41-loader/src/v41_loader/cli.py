@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
-from v41_config.errors import V41Error
+from v41_config.command_line import run_command
 from v41_config.presets import PRESETS
 from v41_loader.errors import SynthesisError
 from v41_loader.inventory import read_inventory
+from v41_loader.progress_bar import byte_bar
 from v41_loader.sharding.commands import add_shard_commands
 from v41_loader.sharding.plan_command import add_plan_command
 from v41_loader.synth import SynthesisReport, synthesize_checkpoint, synthesize_headers, synthesized_tensors
@@ -22,14 +20,9 @@ SYNTH_SEEDS = {"tiny": 4105, "flash6": 51}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 on success, 1 with one line on standard error for bad input."""
+    """Run a command; 0 on success, 2 with one line on standard error for bad input."""
     arguments = _parser().parse_args(argv)
-    try:
-        arguments.run(arguments)
-    except V41Error as error:
-        print(f"v41-loader: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command("v41-loader", lambda: arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,9 +78,11 @@ def _synth(arguments: argparse.Namespace) -> None:
     if seed is None:
         raise SynthesisError("--seed", seed, f"a seed for {arguments.preset}, which has no published one")
     total = sum(tensor.nbytes for tensor in synthesized_tensors(config).values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc=arguments.preset) as bar:
+    with byte_bar(total, arguments.preset) as bar:
         report = synthesize_checkpoint(config, seed, arguments.out, arguments.shards, progress=bar.update)
     print(f"seed {seed}: {_summary(report)}: {arguments.out}")
+    if len(report.files) < arguments.shards:
+        print(f"{len(report.files)} files instead of {arguments.shards}: no more have a tensor of their own")
 
 
 def _summary(report: SynthesisReport) -> str:

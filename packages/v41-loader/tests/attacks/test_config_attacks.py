@@ -42,13 +42,16 @@ def change(directory: Path, field: str, value: int) -> None:
     (directory / CONFIG_FILE).write_text(json.dumps(changed(document)))
 
 
-@pytest.mark.parametrize("experts", [20_000, HUGE])
-def test_a_config_of_billions_of_experts(headers: Path, experts: int) -> None:
+@pytest.mark.parametrize(("experts", "error", "bound"), [
+    (20_000, TensorCountError, "at most 524288"), (65_536, TensorCountError, "at most 524288"),
+    (HUGE, ConfigError, "n_routed_experts: expected less than or equal to 65536"),
+])  # fmt: skip
+def test_a_config_of_billions_of_experts(headers: Path, experts: int, error: type[Exception], bound: str) -> None:
     """Every one of them is 240 tensors whose names would be made before one is missed."""
     change(headers, "n_routed_experts", experts)
     start = time.process_time()
     tracemalloc.start()
-    with pytest.raises(TensorCountError, match="at most 524288"):
+    with pytest.raises(error, match=bound):
         read_inventory(headers, without_engram=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -61,7 +64,7 @@ def test_a_vision_tower_of_billions_of_layers(headers: Path) -> None:
     document = json.loads((headers / CONFIG_FILE).read_text())
     document["vision_config"]["num_hidden_layers"] = HUGE
     (headers / CONFIG_FILE).write_text(json.dumps(document))
-    with pytest.raises(TensorCountError):
+    with pytest.raises(ConfigError, match=r"vision\.num_hidden_layers"):
         read_inventory(headers, without_engram=True)
 
 

@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from v41_loader.digests import DigestAlgorithm
 from v41_loader.inventory import GroupTotal, read_inventory
+from v41_loader.progress_bar import Bar, byte_bar
 from v41_loader.sharding.command_options import (
     add_root_option,
     add_sharding_options,
@@ -90,11 +89,11 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _progress(what: str) -> Iterator[Progress]:
     """A bar with bytes per second and the time left, once there is something to do."""
     with ExitStack() as stack:
-        bars: list[tqdm] = []
+        bars: list[Bar] = []
 
         def progress(nbytes: int, total: int) -> None:
             if not bars:
-                bars.append(stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc=what)))
+                bars.append(stack.enter_context(byte_bar(total, what)))
             bars[0].update(nbytes)
 
         yield progress

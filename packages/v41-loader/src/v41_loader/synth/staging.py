@@ -22,13 +22,13 @@ def appearing_at_once(directory: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(directory))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise SynthesisError("directory", str(directory), "a directory that is empty or does not exist")
+    staging = target.parent / f".{target.name}.{secrets.token_hex(8)}.partial"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = target.parent / f".{target.name}.{secrets.token_hex(8)}.partial"
-        staging.mkdir()
-    except OSError as error:
-        raise SynthesisError(str(directory), error.strerror, "a place where directories can be made") from error
-    try:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir()
+        except OSError as error:
+            raise SynthesisError(str(directory), error.strerror, "a place where directories can be made") from error
         yield staging
         os.replace(staging, target)
     except OSError as error:
