@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from v41_config import FLASH, TINY
+from v41_goldens.errors import OperandError
 from v41_goldens.gate import GateOutput, gate
 from v41_goldens.judges import assert_equal_bits
 
@@ -73,13 +74,14 @@ def test_weights_sum_to_the_scaling_factor_or_are_zero(logit: float) -> None:
     assert weights.sum().item() == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def test_a_nan_is_chosen_and_seen() -> None:
-    x = torch.zeros(2, D, dtype=torch.bfloat16)
-    x[0] = math.nan
-    routes = gate(x, torch.ones(E, D, dtype=torch.bfloat16), torch.zeros(E), TINY)
-    assert routes.weights[0].isnan().all()
-    assert sorted(routes.ids[0].tolist()) == routes.ids[0].unique().tolist()
-    assert routes.weights[1].isfinite().all()
+@pytest.mark.parametrize("place", ["token", "weight", "bias"])
+def test_a_nan_is_refused(place: str) -> None:
+    x, weight, bias = torch.zeros(2, D, dtype=torch.bfloat16), torch.ones(E, D, dtype=torch.bfloat16), torch.zeros(E)
+    gate(x, weight, bias, TINY)
+    {"token": x[1:], "weight": weight[3:4], "bias": bias[3:4]}[place].fill_(math.nan)
+    row = 1 if place == "token" else 0
+    with pytest.raises(OperandError, match=rf"gate scores\[{row}\]: expected a number for every expert"):
+        gate(x, weight, bias, TINY)
 
 
 def test_flash_dimensions_and_batches() -> None:

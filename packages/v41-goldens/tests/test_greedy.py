@@ -21,3 +21,9 @@ def test_the_lowest_of_equal_ids() -> None:
 def test_nan_is_refused() -> None:
     with pytest.raises(OperandError, match="NaN in row 1"):
         greedy_tokens(torch.tensor([[1.0, 2.0], [torch.nan, 5.0]]))
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 0), (4,), (1, 2, 3)])
+def test_logits_of_another_form_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(OperandError, match=r"logits: expected \[R, V\] with V of at least 1"):
+        greedy_tokens(torch.zeros(shape))

@@ -343,6 +343,19 @@ def test_a_first_token_has_nothing_to_select() -> None:
     assert (select(batch, C2A_FULL, random_queries(2)) == -1).all()
 
 
+@pytest.mark.parametrize(
+    ("layer", "entry", "token"),
+    [(C2A_FULL, 0, 3), (C2A_FULL, 4, 4), (C1A_FULL, 0, 3), (C1A_FULL, 9, 4), (C1A_FULL, 10, 5)],
+)
+def test_a_visible_entry_without_a_number_is_refused(layer: LayerConfig, entry: int, token: int) -> None:
+    """Free rows are NaN in every batch here; a row that a token sees is not free. `token` is the first to see it."""
+    batch = Batch([0, 8], [3, 3])
+    poisoned = functools.partial(torch.index_fill, dim=0, index=torch.tensor([entry]), value=math.nan)
+    batch.publish(layer, lambda request, keys: poisoned(keys) if request else keys)
+    with pytest.raises(OperandError, match=rf"layer.0{layer.layer_id}.index_score\[{token}\].*found 'NaN'"):
+        select(batch, layer, random_queries(6))
+
+
 # From selections to physical rows
 
 
@@ -366,7 +379,9 @@ def test_selected_entries_become_rows_of_their_request(make_layer: Layers) -> No
 
 @pytest.mark.parametrize("entry", [2, 100, 2**31 - 1])
 def test_an_injected_entry_that_is_not_visible_is_refused(make_layer: Layers, entry: int) -> None:
-    ctx: ForwardContext = Batch([3], [2]).ctx
+    batch = Batch([3], [2])
+    batch.publish(C2A_FULL)
+    ctx: ForwardContext = batch.ctx
     entries = torch.full((2, TOPK), -1, dtype=torch.int32)
     entries[0, 0] = entry
     entries[1, :2] = torch.tensor([0, 1])

@@ -71,6 +71,7 @@ def test_the_judges_decide(tmp_path: Path) -> None:
     result = run_pytest(tmp_path, "--junitxml=report.xml", "test_output.py")
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
     assert "2 failed, 4 passed" in result.stdout
+    assert "RemovedIn" not in result.stdout
     assert "FAILED test_output.py::test_rejects" in result.stdout
     assert "JudgementError: hidden: expected RMS(error) <= 1e-06 + 0.01 RMS(expected)" in result.stdout
     assert "1 of 6 rows are beyond a bound (1 in RMS, 0 in peak), the first at [4, 0]" in result.stdout

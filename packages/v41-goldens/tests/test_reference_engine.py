@@ -37,6 +37,23 @@ def test_a_batch_that_is_refused_changes_nothing(
         engine.release(7)
 
 
+@pytest.mark.parametrize("token", [1.5, True, "1", 2.0, None, torch.tensor(1.5)])
+def test_a_token_that_is_no_integer_is_refused(tiny_weights: ModelWeights, token: object) -> None:
+    engine = ReferenceEngine(TINY, tiny_weights, 2, 40)
+    with pytest.raises(OperandError, match=r"batch\[1\] token 2: expected an integer token id"):
+        engine.step([(0, [1]), (1, [1, 2, token])])  # type: ignore[list-item]
+    assert engine.lengths.tolist() == [0, 0]
+    assert engine.step([(0, np.arange(3))]).logits.shape == (3, TINY.vocab_size)  # type: ignore[list-item]
+
+
+def test_nothing_follows_an_empty_prompt(tiny_weights: ModelWeights) -> None:
+    engine = ReferenceEngine(TINY, tiny_weights, 1, 40)
+    for count in (0, 2):
+        with pytest.raises(OperandError, match="prompt: expected at least one token id"):
+            engine.generate(0, [], count)
+    assert engine.lengths.tolist() == [0]
+
+
 def test_an_engine_without_weights_only_makes_contexts() -> None:
     engine = ReferenceEngine(TINY, None, 1, 8)
     with pytest.raises(OperandError, match="weights to step with"):

@@ -11,6 +11,7 @@ from v41_config.model_config import ModelConfig
 from v41_goldens import exact
 from v41_goldens.errors import ExpertError
 from v41_goldens.linear import dequantized_linear, quantized_linear
+from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
 from v41_goldens.weights import ExpertWeights
 
@@ -54,7 +55,9 @@ def routed_experts(
 
     Raises:
         ExpertError: a row's expert is not in `experts`.
+        OperandError: not one id and one weight for each row.
     """
+    check_shapes("routed_experts", rows=rows, row_expert_ids=expert_ids, row_route_weights=route_weights)
     order = torch.argsort(expert_ids, stable=True)
     present, counts = torch.unique_consecutive(expert_ids[order], return_counts=True)
     groups = [group for group in zip(present.tolist(), counts.tolist(), strict=True) if group[0] >= 0]

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from v41_config.model_config import ModelConfig
 from v41_goldens import exact
+from v41_goldens.errors import OperandError
 from v41_goldens.linear import fp32_linear
+from v41_goldens.operand_shapes import check_shapes
 
 _WEIGHT_SUM_EPS = 1e-20
 """Added to the sum of the chosen scores, so that a token whose scores are all zero has weights of zero."""
@@ -32,16 +34,22 @@ class GateOutput(NamedTuple):
 def gate(x: Tensor, weight: Tensor, bias: Tensor, config: ModelConfig) -> GateOutput:
     """Choose the experts of each token (model.md section 14.1).
 
-    Scores are `sqrt(softplus(logits))`; the bias counts for the choice only. Equal biased scores: lower id first. A
-    NaN counts as the largest score, so that it is chosen and shows in the weights.
+    Scores are `sqrt(softplus(logits))`; the bias counts for the choice only. Equal biased scores: lower id first.
 
     Args:
         x: BF16 `[T, D]`.
         weight: BF16 `[E, D]`.
         bias: FP32 `[E]`.
+
+    Raises:
+        OperandError: shapes that do not fit together, or a biased score that is NaN, which has no place in an order.
     """
+    check_shapes("gate", x=x, gate_weight=weight, gate_bias=bias)
     scores = exact.sqrt(exact.softplus(fp32_linear(x, weight)))
     biased_scores = scores + bias
+    unknown = biased_scores.isnan().any(dim=1)
+    if unknown.any():
+        raise OperandError(f"gate scores[{int(unknown.int().argmax())}]", "NaN", "a number for every expert")
     order = torch.sort(biased_scores, dim=-1, descending=True, stable=True).indices
     chosen = order[:, : config.num_experts_per_tok]
     selected = scores.gather(1, chosen)

@@ -14,8 +14,10 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     `torch.argmax` leaves open which of several equal entries it names.
 
     Raises:
-        OperandError: a row holds a NaN, which has no largest entry.
+        OperandError: not two dimensions, no vocabulary, or a row that holds a NaN, which has no largest entry.
     """
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise OperandError("logits", tuple(logits.shape), "[R, V] with V of at least 1")
     best = logits.amax(dim=-1, keepdim=True)
     if bool(best.isnan().any()):
         raise OperandError("logits", f"NaN in row {int(best.isnan().flatten().nonzero()[0])}", "numbers")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from v41_config.model_config import ModelConfig
 from v41_goldens import exact
+from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.rms_norm import inverse_rms
 from v41_goldens.weights import HyperConnectionWeights
 
@@ -22,6 +23,7 @@ def mhc_mixes(x_hc: Tensor, weights: HyperConnectionWeights, config: ModelConfig
         FP32 `(pre [T, HC], post [T, HC], comb [T, HC, HC])`; comb[t, j, k] carries stream j into stream k. The
         sublayer uses `post` and `comb`; `pre` belongs to the next sublayer.
     """
+    check_shapes("mhc_mixes", x_hc=x_hc, fn=weights.fn, base=weights.base, scale=weights.scale)
     streams = x_hc.flatten(1).to(torch.float32)
     mixes = exact.dot_fp32(streams, weights.fn) * inverse_rms(streams, config.rms_norm_eps)
     return mhc_split(mixes, weights.scale, weights.base, config)
@@ -56,6 +58,7 @@ def mhc_pre(x_hc: Tensor, pre_mix: Tensor) -> Tensor:
     Returns:
         BF16 `[T, D]`: FP32 products, summed by E3, one rounding.
     """
+    check_shapes("mhc_pre", x_hc=x_hc, pre_mix=pre_mix)
     return exact.total(x_hc.to(torch.float32) * pre_mix.unsqueeze(-1), 1).to(torch.bfloat16)
 
 
@@ -71,6 +74,7 @@ def mhc_post(y: Tensor, x_hc: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     Returns:
         BF16 `[T, HC, D]`: FP32 products, the mix summed by E3, one rounding.
     """
+    check_shapes("mhc_post", y=y, x_hc=x_hc, post=post, comb=comb)
     streams = x_hc.to(torch.float32)
     # The float64 sum is accumulated stream by stream: all HC x HC products at once would need HC times the memory.
     mixed = torch.zeros(x_hc.shape, dtype=torch.float64, device=x_hc.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from v41_goldens import exact
+from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
 from v41_goldens.weights import Fp4Weight, Fp8Weight
 
@@ -35,9 +36,11 @@ def dequantized_linear(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
 
 def bf16_linear(x: Tensor, w: Tensor) -> Tensor:
     """BF16 `[..., N]` of `x [..., K]` and `w [N, K]`: E1, then one more rounding to BF16."""
+    check_shapes("bf16_linear", x=x, w=w)
     return exact.dot(x, w).to(torch.bfloat16)
 
 
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
     """FP32 `[..., N]` of `x [..., K]` and `w [N, K]` by E1."""
+    check_shapes("fp32_linear", x=x, w=w)
     return exact.dot(x, w)

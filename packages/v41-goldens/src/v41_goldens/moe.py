@@ -10,6 +10,7 @@ from torch import Tensor
 from v41_config.model_config import ModelConfig
 from v41_goldens.experts import routed_experts, shared_expert
 from v41_goldens.gate import gate
+from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.weights import MoeWeights
 
 
@@ -24,6 +25,7 @@ def combine(expert_rows: Tensor, expert_ids: Tensor, shared: Tensor) -> Tensor:
     Returns:
         BF16 `[T, D]`: FP32 sum in ascending expert id, then the shared expert, one rounding.
     """
+    check_shapes("combine", expert_rows=expert_rows, expert_ids=expert_ids, shared=shared)
     ids, order = torch.sort(expert_ids, dim=1)
     rows = torch.take_along_dim(expert_rows, order.unsqueeze(-1), dim=1).to(torch.float32)
     rows = rows.masked_fill_((ids < 0).unsqueeze(-1), 0.0)

@@ -1,4 +1,4 @@
-"""pytest plugin: the judges as fixtures, for tests of kernels, engines and ports against the goldens.
+"""pytest plugin: judges, presets, batches and ranks as fixtures, for tests of kernels, engines and ports.
 
 pytest finds it where this distribution is installed. It costs a test run nothing until a test asks for a fixture:
 torch is imported only then.
@@ -6,68 +6,13 @@ torch is imported only then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import pytest
-    from torch import Tensor
-
-    from v41_goldens.judges import RowBounds
-
-
-class AssertOutput(Protocol):
-    """What the fixture `v41_assert_output` gives."""
-
-    def __call__(
-        self, actual: Tensor, expected: Tensor, name: str = "output", active: int | Tensor | None = None
-    ) -> None:
-        """Raise `JudgementError` unless `judge_row_bounds` accepts the output called `name`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add the fixtures, which pytest has to be imported for."""
-    config.pluginmanager.register(_fixtures(), f"{__name__}.fixtures")
-
-
-def _fixtures() -> object:
-    import pytest
-
-    class JudgeFixtures:
-        @pytest.fixture(scope="session")
-        def v41_judges(self) -> ModuleType:
-            """The module `v41_goldens.judges`: `judge_*` for verdicts, `assert_*` for errors."""
-            from v41_goldens import judges
-
-            return judges
-
-        @pytest.fixture(scope="session")
-        def v41_row_bounds(self) -> RowBounds:
-            """The bounds of `v41_assert_output`; define a fixture of this name to judge by others."""
-            from v41_goldens.judges import ROW_BOUNDS
-
-            return ROW_BOUNDS
-
-        @pytest.fixture
-        def v41_assert_output(
-            self, v41_row_bounds: RowBounds, record_property: Callable[[str, object], None]
-        ) -> AssertOutput:
-            """`v41_assert_output(actual, expected, name="output", active=None)`: every active row within bounds.
-
-            The statistics of every output, accepted or not, become a property of the test, which JUnit reports show.
-            """
-            from v41_goldens.judges import judge_row_bounds
-
-            def assert_output(
-                actual: Tensor, expected: Tensor, name: str = "output", active: int | Tensor | None = None
-            ) -> None:
-                __tracebackhide__ = True
-                verdict = judge_row_bounds(actual, expected, active, v41_row_bounds)
-                record_property(name, str(verdict))
-                verdict.require(name)
-
-            return assert_output
-
-    return JudgeFixtures()
+    config.pluginmanager.register(import_module("v41_goldens.pytest_fixtures"), "v41_goldens.pytest_fixtures")

@@ -7,6 +7,7 @@ are handed out in a shuffled order where `shuffle_seed` is given, and free memor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +110,7 @@ class ReferenceEngine:
         """
         if self.weights is None:
             raise OperandError("ReferenceEngine.weights", None, "weights to step with")
+        _check_integers(batch)
         tokens = torch.tensor([token for _, part in batch for token in part], dtype=torch.int64)
         check_tokens(tokens, len(tokens), self.config)
         ctx = self.context([request for request, _ in batch], [len(tokens) for _, tokens in batch], capture, injected)
@@ -162,13 +164,27 @@ class ReferenceEngine:
         return torch.from_numpy(blocks * int(BLOCK_ROWS) + logical % BLOCK_ROWS)
 
     def generate(self, request: int, prompt: Sequence[int], count: int) -> list[int]:
-        """Greedy continuation of one request: prefill, then `count` tokens; equal logits give the lowest id."""
+        """Greedy continuation of one request: prefill, then `count` tokens; equal logits give the lowest id.
+
+        Raises:
+            OperandError: an empty prompt, which leaves no logits to choose from, or what `step` refuses.
+        """
+        if not len(prompt):
+            raise OperandError("prompt", prompt, "at least one token id")
         produced: list[int] = []
         fed = list(prompt)
         for _ in range(count):
             fed = greedy_tokens(self.step([(request, fed)]).logits[-1:]).tolist()
             produced += fed
         return produced
+
+
+def _check_integers(batch: Sequence[tuple[int, Sequence[object]]]) -> None:
+    """Torch would cut 1.5 down to 1 and take a bool for a token."""
+    for row, (_, part) in enumerate(batch):
+        for place, token in enumerate(part):
+            if isinstance(token, bool) or not isinstance(token, Integral):
+                raise OperandError(f"batch[{row}] token {place}", token, "an integer token id")
 
 
 def _block_tables(

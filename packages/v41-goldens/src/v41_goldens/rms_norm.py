@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from v41_goldens import exact
+from v41_goldens.operand_shapes import check_shapes
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,7 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns:
         BF16 `[..., D]`.
+
+    Raises:
+        OperandError: a weight of another width.
     """
+    check_shapes("rms_norm", x=x, weight=weight)
     values = x.to(torch.float32)
     return (values * inverse_rms(values, eps)).mul_(weight.to(torch.float32)).to(torch.bfloat16)
 
