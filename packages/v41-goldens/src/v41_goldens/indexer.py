@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from v41_config import BLOCK_ROWS, LayerConfig, ModelConfig
-from v41_goldens.candidate_blocks import candidate_blocks, entries_of_blocks
+from v41_goldens.candidate_blocks import entries_of_blocks
 from v41_goldens.capture import layer_key
 from v41_goldens.errors import OperandError
 from v41_goldens.exact import dot, total
@@ -113,6 +113,10 @@ def select_entries(ctx: ForwardContext, layer: LayerConfig, queries: IndexQuerie
 
     The candidate source leaves its kept blocks in the context; the layers it restricts read them there. Nothing
     but the selection outlives a tile.
+
+    Raises:
+        OperandError: a score of a visible entry is NaN, the layer has no compressed KV, or its candidate source has
+            not run.
     """
     config, meta = ctx.config, ctx.metadata
     source = layer.kv_source
@@ -134,12 +138,13 @@ def select_entries(ctx: ForwardContext, layer: LayerConfig, queries: IndexQuerie
         )
         visible = torch.where(live, visible_of[rows], 0)
         scores = torch.where(entry < visible.unsqueeze(-1), scores, -torch.inf)
+        _require_numbers(layer, tile, scores)
         block_score = None
         if layer.makes_candidates:
             if ctx.candidate_blocks is None:
                 blocks = -(-tile.entries // config.candidate_block_size)
                 ctx.candidate_blocks = torch.zeros(tokens, blocks, dtype=torch.bool, device=device)
-            blocks_kept, block_score = candidate_blocks(scores, visible, config)
+            blocks_kept, block_score = ctx.stages.candidate_blocks(scores, visible, config)
             ctx.candidate_blocks[tile.tokens[live]] = blocks_kept[live]
         if layer.candidate_source is not None:
             scores = torch.where(
@@ -150,6 +155,15 @@ def select_entries(ctx: ForwardContext, layer: LayerConfig, queries: IndexQuerie
             captured.append((tile.tokens[live], scores[live], None if block_score is None else block_score[live]))
     _record_scores(ctx, layer, captured)
     return selected
+
+
+def _require_numbers(layer: LayerConfig, tile: _ScoreTiles, scores: Tensor) -> None:
+    """A NaN has no place in an order; invisible entries, whatever stands in their rows, are -inf by now."""
+    unknown = scores.isnan().any(dim=-1)
+    if unknown.any():
+        token = int(tile.tokens[unknown].min())
+        raise OperandError(f"{layer_key(layer.layer_id, 'index_score')}[{token}]", "NaN",
+                           "a number for every entry that the token sees")  # fmt: skip
 
 
 def _candidate_entries(ctx: ForwardContext, source: int, rows: Tensor, entries: int) -> Tensor:
