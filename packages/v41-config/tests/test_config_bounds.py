@@ -37,8 +37,8 @@ PLACES = [
 """Without those that are kept as they are and used by nothing."""
 
 AS_LARGE_AS_INT32 = {
-    "engram_num_embeddings", "engram_vocab_size", "engram_compressed_vocab_size", "min_pixels", "rope_theta",
-    "compress_rope_theta",
+    "dspark_noise_token_id", "dspark_target_layer_ids", "engram_pad_token_id", "engram_num_embeddings",
+    "engram_vocab_size", "engram_compressed_vocab_size", "min_pixels", "rope_theta", "compress_rope_theta",
 }  # fmt: skip
 
 
@@ -114,9 +114,9 @@ def test_yarn_stays_in_the_range_of_its_logarithms(field: str, value: float) -> 
     ("engram", {"layer_ids": (14, 1)}, "engram_layer_ids"),
     ("engram", {"num_embeddings": (1,)}, "engram_num_embeddings"),
     ("engram", {"num_embeddings": (-1, 5)}, "engram.num_embeddings.0"),
-    ("engram", {"pad_token_id": 129280}, "engram_pad_token_id"),
-    ("drafting", {"target_layer_ids": (-1,)}, "dspark_target_layer_ids"),
-    ("drafting", {"noise_token_id": -1}, "dspark_noise_token_id"),
+    ("engram", {"pad_token_id": -1}, "engram.pad_token_id"),
+    ("drafting", {"target_layer_ids": (-1,)}, "drafting.target_layer_ids.0"),
+    ("drafting", {"noise_token_id": 2**31}, "drafting.noise_token_id"),
 ])  # fmt: skip
 def test_groups_agree_with_the_model(group: str, changes: dict[str, object], where: str) -> None:
     with pytest.raises(ConfigError) as caught:

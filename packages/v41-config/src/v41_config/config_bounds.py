@@ -16,6 +16,7 @@ INT32_MAX = 2**31 - 1
 """Sizes stay below it: positions, token ids and physical rows are INT32."""
 
 Size = Annotated[int, Field(gt=0, le=INT32_MAX)]
+Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Width = Annotated[int, Field(gt=0, le=1 << 17)]
 """Of one row of something: channels, ranks. The release has at most 5120."""
 Heads = Annotated[int, Field(gt=0, le=1 << 12)]
@@ -36,6 +37,7 @@ def _as_tuple(value: object) -> object:
 
 
 IntTuple = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
+IdTuple = Annotated[tuple[Id, ...], BeforeValidator(_as_tuple)]
 SizeTuple = Annotated[tuple[Size, ...], BeforeValidator(_as_tuple)]
 
 

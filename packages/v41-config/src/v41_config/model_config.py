@@ -16,6 +16,8 @@ from v41_config.config_bounds import (
     Experts,
     Factor,
     Heads,
+    Id,
+    IdTuple,
     IntTuple,
     Iterations,
     Layers,
@@ -75,13 +77,13 @@ class QuantizationConfig(_Group):
 class EngramConfig(_Group):
     """The n-gram memory, out of scope here: kept so that a checkpoint with it is recognised and sized."""
 
-    layer_ids: IntTuple
+    layer_ids: IdTuple
     num_embeddings: SizeTuple
     max_ngram_size: Iterations
     vocab_size: Size
     n_heads: Heads
     head_dim: Width
-    pad_token_id: int
+    pad_token_id: Id
     compressed_vocab_size: Size
 
 
@@ -90,8 +92,8 @@ class DraftingConfig(_Group):
 
     num_nextn_predict_layers: Layers
     block_size: Entries
-    noise_token_id: int
-    target_layer_ids: IntTuple
+    noise_token_id: Id
+    target_layer_ids: IdTuple
     markov_rank: Width
     n_routed_experts: Experts
     num_experts_per_tok: Experts
@@ -354,25 +356,9 @@ def _check_consistency(c: ModelConfig) -> None:
         require(0 <= getattr(c, field) < c.vocab_size, field, f"a token id below vocab_size = {c.vocab_size}")
     if c.image_token_id is not None:
         require(0 <= c.image_token_id < c.vocab_size, "image_token_id", f"a token id below vocab_size = {c.vocab_size}")
-    _check_groups(c)
-
-
-def _check_groups(c: ModelConfig) -> None:
-    """What the groups that text inference leaves out say of the model; `where` is the file's key."""
-
-    def require(condition: bool, key: str, found: object, rule: str) -> None:
-        if not condition:
-            raise ConfigError(key, found, rule)
-
-    layers, token_id = c.num_hidden_layers, f"a token id below vocab_size = {c.vocab_size}"
     if c.engram is not None:
-        ids, rows = c.engram.layer_ids, c.engram.num_embeddings
-        require(list(ids) == sorted(set(ids)) and all(0 <= i < layers for i in ids), "engram_layer_ids", ids,
-                f"ascending layer ids from 0 to {layers - 1}")  # fmt: skip
-        require(len(ids) == len(rows), "engram_num_embeddings", rows, "one entry per engram layer")
-        require(0 <= c.engram.pad_token_id < c.vocab_size, "engram_pad_token_id", c.engram.pad_token_id, token_id)
-    if c.drafting is not None:
-        taps, noise = c.drafting.target_layer_ids, c.drafting.noise_token_id
-        require(all(0 <= i < layers for i in taps), "dspark_target_layer_ids", taps,
-                f"layer ids from 0 to {layers - 1}")  # fmt: skip
-        require(0 <= noise < c.vocab_size, "dspark_noise_token_id", noise, token_id)
+        ids, rows = c.engram.layer_ids, c.engram.num_embeddings  # the file's keys below: groups are flat there
+        if list(ids) != sorted(set(ids)) or not all(i < layers for i in ids):
+            raise ConfigError("engram_layer_ids", ids, f"ascending layer ids from 0 to {layers - 1}")
+        if len(ids) != len(rows):
+            raise ConfigError("engram_num_embeddings", rows, "one entry per engram layer")

@@ -114,7 +114,8 @@ class OperatorSpec:
                 sizes[symbol] = of_call(config, layout, sizes)
         tensors = {t.name: BoundTensor(t, tuple(self.size(t, dim, sizes) for dim in t.dims)) for t in self.tensors}
         constants = {s.name: s.resolve(config) for s in self.scalars if isinstance(s, ConstantSpec)}
-        return BoundOperator(self, tensors, {symbol: sizes[symbol] for symbol in self.symbols}, constants)
+        dims = {symbol: sizes[symbol] for symbol in self.symbols}
+        return BoundOperator(self, config, layout, tensors, dims, constants)
 
     def _check_extent(self, symbol: str, extent: object) -> None:
         if symbol not in DIMENSIONS or not DIMENSIONS[symbol].given:
@@ -169,6 +170,8 @@ class BoundOperator:
     """An operator for one model, layout and call: what to allocate, and what arguments must look like."""
 
     spec: OperatorSpec
+    config: ModelConfig
+    layout: ParallelLayout
     tensors: Mapping[str, BoundTensor]
     dims: Mapping[str, int]
     constants: Mapping[str, int | float] = field(default_factory=dict)
