@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from v41_loader.header import TensorEntry
+from v41_loader.header_entries import TensorEntry
 from v41_loader.partition import RankPart
 from v41_loader.sharding import part_blocks as module
 from v41_loader.sharding.part_blocks import BLOCK_BYTES, BlockBuffers, part_blocks

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple
 
 from v41_loader.errors import (
     DocumentTooLargeError,
@@ -16,33 +15,17 @@ from v41_loader.errors import (
     TrailingBytesError,
     TruncatedFileError,
 )
+from v41_loader.header_entries import TensorEntry, header_entries
 from v41_loader.rules import DTYPE_BYTES
 from v41_loader.source_files import SourceFile, read_span
 from v41_loader.strict_json import MAX_DOCUMENT_BYTES, parse_json_object
 
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
-_MAX_DIMENSIONS = 8
 _METADATA = "__metadata__"
-_FIELDS = {"dtype", "shape", "data_offsets"}
-_MAX_SIZE = 2**63 - 1
-_values_of = itemgetter("dtype", "shape", "data_offsets")
+_place_of = itemgetter(TensorEntry._fields.index("begin"), TensorEntry._fields.index("end"))
 # The library orders tensors by alignment (and so by this rank) first, then by name.
 _DTYPE_ORDER = ("F32", "BF16", "F8_E8M0", "F8_E4M3", "I8")
-
-
-class TensorEntry(NamedTuple):
-    """One tensor of a header: `begin` and `end` are file offsets in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
 
 
 def encode_header(
@@ -95,43 +78,23 @@ def read_header(fd: int, source: SourceFile) -> Mapping[str, TensorEntry]:
     metadata = document.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderSchemaError(f"{where}: {_METADATA}", metadata, "an object of strings")
-    entries = [_entry(name, value, where, data) for name, value in document.items()]
-    entries.sort(key=itemgetter(3, 4))  # begin and end
+    entries = header_entries(document, where, data)
+    entries.sort(key=_place_of)
+    _require_tiling(entries, source, data)
+    return dict(zip(map(itemgetter(0), entries), entries, strict=True))
+
+
+def _require_tiling(entries: list[TensorEntry], source: SourceFile, data: int) -> None:
+    places = list(map(_place_of, entries))
+    edges = [data, *map(itemgetter(1), places)]
+    if edges[:-1] == list(map(itemgetter(0), places)) and edges[-1] == source.nbytes:
+        return
     end = data
     for entry in entries:
+        where = f"{entry.name} in {source.name}"
         if entry.begin != end:
-            raise TensorOffsetsError(f"{entry.name} in {where}", entry.begin - data, f"data from byte {end - data} on")
+            raise TensorOffsetsError(where, entry.begin - data, f"data from byte {end - data} on")
         end = entry.end
         if end > source.nbytes:
-            raise TruncatedFileError(f"{entry.name} in {where}", f"{source.nbytes} bytes", f"data up to byte {end}")
-    if end < source.nbytes:
-        raise TrailingBytesError(where, f"{source.nbytes} bytes", f"{end} bytes by its header")
-    return {entry.name: entry for entry in entries}
-
-
-def _entry(name: str, value: Any, file: str, data: int) -> TensorEntry:
-    if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise HeaderSchemaError(f"{name} in {file}", value, "dtype, shape and data_offsets")
-    dtype, shape, offsets = _values_of(value)
-    if not isinstance(dtype, str):
-        raise HeaderSchemaError(f"{name} in {file}", dtype, "the name of a dtype")
-    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise HeaderSchemaError(f"{name} in {file}", shape, f"a shape of at most {_MAX_DIMENSIONS} sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise HeaderSchemaError(f"{name} in {file}", offsets, "two ascending offsets")
-    begin, end = offsets
-    # A dtype that the release does not use has no size here; it is refused by name when the config is compared.
-    item_bytes = DTYPE_BYTES.get(dtype)
-    if item_bytes and math.prod(shape) * item_bytes != end - begin:
-        expected = f"{math.prod(shape) * item_bytes} bytes for {dtype} {shape}"
-        raise TensorOffsetsError(f"{name} in {file}", end - begin, expected)
-    return TensorEntry(name, dtype, tuple(shape), data + begin, data + end)
-
-
-def _are_sizes(value: Any) -> bool:
-    if type(value) is not list:
-        return False
-    for item in value:  # noqa: SIM110 - all() takes twice as long, and this runs for every size of a header
-        if type(item) is not int or item < 0 or item > _MAX_SIZE:
-            return False
-    return True
+            raise TruncatedFileError(where, f"{source.nbytes} bytes", f"data up to byte {end}")
+    raise TrailingBytesError(source.name, f"{source.nbytes} bytes", f"{end} bytes by its header")

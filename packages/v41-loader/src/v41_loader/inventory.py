@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from v41_config.model_config import ModelConfig
 from v41_loader.errors import (
@@ -21,7 +22,8 @@ from v41_loader.errors import (
 )
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
 from v41_loader.garbage_collection import collection_paused
-from v41_loader.header import TensorEntry, read_header
+from v41_loader.header import read_header
+from v41_loader.header_entries import TensorEntry
 from v41_loader.index import INDEX_FILE, CheckpointIndex, read_index
 from v41_loader.rules import TensorGroup
 from v41_loader.source_files import SourceFile, open_source, require_unchanged
@@ -172,26 +174,31 @@ def _compare_with_index(index: CheckpointIndex, held: _HeldTensors) -> None:
 
 def _compare_with_config(config: ModelConfig, held: _HeldTensors, total_size: int | None) -> Mapping[str, StoredTensor]:
     expected = expected_tensors(config)
-    tensors = {}
-    found = 0
-    for name, tensor in expected.items():
-        entry = held.entries.get(name)
-        if entry is None:
-            _require_known(held, expected)  # a renamed tensor is told by the name it has
-            raise MissingTensorError(name, "no tensor", f"{tensor.dtype} {list(tensor.shape)} in a shard")
-        file = held.files[name]
-        _, dtype, shape, begin, end = entry
-        if dtype != tensor.rule.dtype:
-            raise TensorDtypeError(f"{name} in {file}", dtype, tensor.dtype)
-        if shape != tensor.shape:
-            raise TensorShapeError(f"{name} in {file}", list(shape), str(list(tensor.shape)))
-        found += end - begin
-        tensors[name] = StoredTensor(tensor, file, entry)
-    if len(tensors) < len(held.entries):
-        _require_known(held, expected)
+    if expected.keys() != held.entries.keys():
+        _require_known(held, expected)  # a renamed tensor is told by the name it has
+        name, tensor = next((name, tensor) for name, tensor in expected.items() if name not in held.entries)
+        raise MissingTensorError(name, "no tensor", f"{tensor.dtype} {list(tensor.shape)} in a shard")
+    entries = list(map(held.entries.__getitem__, expected))
+    wanted = [(rule.dtype, shape) for _, rule, shape, _, _ in expected.values()]
+    if wanted != list(map(itemgetter(1, 2), entries)):
+        _raise_difference(held, expected)
+    found = sum(map(itemgetter(4), entries)) - sum(map(itemgetter(3), entries))
     if total_size not in (None, found):
         raise TotalSizeError(f"total_size in {INDEX_FILE}", total_size, f"the tensors' {found} bytes")
-    return tensors
+    files = map(held.files.__getitem__, expected)
+    return dict(zip(expected, map(StoredTensor, expected.values(), files, entries), strict=True))
+
+
+def _raise_difference(held: _HeldTensors, expected: Mapping[str, ExpectedTensor]) -> NoReturn:
+    """The error of the first tensor that is stored in another form than expected."""
+    for name, tensor in expected.items():
+        _, dtype, shape, _, _ = held.entries[name]
+        where = f"{name} in {held.files[name]}"
+        if dtype != tensor.dtype:
+            raise TensorDtypeError(where, dtype, tensor.dtype)
+        if shape != tensor.shape:
+            raise TensorShapeError(where, list(shape), str(list(tensor.shape)))
+    raise AssertionError("no tensor differs")
 
 
 def _require_known(held: _HeldTensors, expected: Mapping[str, ExpectedTensor]) -> None:

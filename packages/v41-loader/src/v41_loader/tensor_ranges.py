@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from v41_loader.header import TensorEntry
+from v41_loader.header_entries import TensorEntry
 from v41_loader.source_files import SourceFile, read_into
 
 BAND_BYTES = 4 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,8 @@ from v41_loader.errors import (
     TrailingBytesError,
     TruncatedFileError,
 )
-from v41_loader.header import TensorEntry, read_header
+from v41_loader.header import read_header
+from v41_loader.header_entries import TensorEntry, header_entries, single_entry
 from v41_loader.source_files import open_source
 from v41_loader.strict_json import MAX_DOCUMENT_BYTES
 
@@ -118,6 +120,40 @@ def test_entries_of_another_form(tmp_path: Path, value: object) -> None:
     """Fields missing, added, of the wrong type or sign."""
     with pytest.raises(HeaderSchemaError, match=r"a in x\.safetensors"):
         read_file(write_file(tmp_path / "x.safetensors", {"a": value}, 4))
+
+
+values = st.recursive(
+    st.sampled_from([0, 1, 2, 4, -1, 2.0, True, None, "BF16", "F32", "F16", 2**63, 2**63 - 1]),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+entry_values = st.one_of(
+    st.just(ONE),
+    st.fixed_dictionaries(
+        {
+            "dtype": st.one_of(st.sampled_from(["BF16", "F32", "F16"]), values),
+            "shape": st.one_of(st.lists(st.integers(0, 3), max_size=9), values),
+            "data_offsets": st.one_of(st.lists(st.integers(0, 8), min_size=2, max_size=2), values),
+        },
+        optional={"more": values},
+    ),
+    values,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.text("abc", max_size=2), entry_values, max_size=4))
+def test_entries_together_are_entries_one_by_one(document: Header) -> None:
+    """The quick look at all of them accepts what the look at each accepts, and no more: the same entries or error."""
+
+    def result(read: Callable[[], list[TensorEntry]]) -> object:
+        try:
+            return [(entry, list(map(type, entry.shape))) for entry in read()]
+        except CheckpointError as error:
+            return type(error), error.args
+
+    together = result(lambda: header_entries(document, "f", 100))
+    assert together == result(lambda: [single_entry(n, v, "f", 100) for n, v in document.items()])
 
 
 @pytest.mark.parametrize("metadata", [1, ["format"], {"format": 1}, {"format": {"a": "b"}}], ids=str)

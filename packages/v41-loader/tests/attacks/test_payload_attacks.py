@@ -17,7 +17,7 @@ from v41_config import ParallelLayout
 from v41_loader import Inventory, open_checkpoint, open_shards, read_inventory, shard_checkpoint, verify_shards
 from v41_loader.errors import NonFiniteWeightError, ScaleNanError
 from v41_loader.finite_codes import require_finite
-from v41_loader.header import TensorEntry
+from v41_loader.header_entries import TensorEntry
 
 TP4_DP2 = ParallelLayout(4, 2)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from v41_loader.header import TensorEntry
+from v41_loader.header_entries import TensorEntry
 from v41_loader.partition import RankPart
 from v41_loader.source_files import SourceFile, read_into
 

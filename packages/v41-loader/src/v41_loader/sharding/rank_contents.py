@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from v41_config.model_config import ModelConfig
 from v41_config.parallel_layout import ParallelLayout
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
-from v41_loader.header import TensorEntry, encode_header
+from v41_loader.header import encode_header
+from v41_loader.header_entries import TensorEntry
 from v41_loader.layouts import Layout, Transform
 from v41_loader.partition import RankPart, tensor_parts
 from v41_loader.rules import DTYPE_BYTES, TensorGroup

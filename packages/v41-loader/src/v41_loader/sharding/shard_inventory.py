@@ -20,7 +20,8 @@ from v41_loader.errors import (
     UnknownTensorError,
     WeightLayoutError,
 )
-from v41_loader.header import TensorEntry, read_header
+from v41_loader.header import read_header
+from v41_loader.header_entries import TensorEntry
 from v41_loader.inventory import CONFIG_FILE, read_config
 from v41_loader.layouts import get_layout
 from v41_loader.rules import RULES_VERSION

@@ -15,7 +15,7 @@ from v41_config.parallel_layout import ParallelLayout
 from v41_loader.digests import new_digest
 from v41_loader.errors import DigestMismatchError, MissingRankError, UnknownTensorError
 from v41_loader.finite_codes import require_finite
-from v41_loader.header import TensorEntry
+from v41_loader.header_entries import TensorEntry
 from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.rank_contents import StoredPart, rank_file
 from v41_loader.sharding.shard_inventory import ShardInventory, read_shard_inventory

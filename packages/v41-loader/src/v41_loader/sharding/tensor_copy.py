@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from v41_loader.digests import DigestAlgorithm, new_digest
 from v41_loader.finite_codes import require_finite
-from v41_loader.header import TensorEntry
+from v41_loader.header_entries import TensorEntry
 from v41_loader.inventory import Inventory, StoredTensor
 from v41_loader.rules import DTYPE_BYTES
 from v41_loader.sharding.manifest import PartDigests

@@ -14,7 +14,8 @@ from v41_config.model_config import ModelConfig
 from v41_loader.bounded_jobs import Job, run_jobs
 from v41_loader.errors import SynthesisError
 from v41_loader.expected_tensors import ExpectedTensor, expected_tensors
-from v41_loader.header import TensorEntry, encode_header
+from v41_loader.header import encode_header
+from v41_loader.header_entries import TensorEntry
 from v41_loader.index import shard_file
 from v41_loader.synth.recipe import distribution_of
 from v41_loader.synth.row_bands import RowBand, StoredBytes, make_band, row_bands
