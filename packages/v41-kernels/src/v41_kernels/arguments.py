@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from v41_config import FLASH, OperatorError, OperatorSpec
+from v41_config.dimensions import DIMENSIONS, symbols_of
 from v41_config.operator_spec import ConstantSpec, CountSpec
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "int32": torch.int32,
-}
-"""Element types that kernels take, by the contract's names."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +26,14 @@ class BoundArguments:
 
     @property
     def static_dims(self) -> dict[str, int]:
-        """The sizes that a kernel is built for: all but those that each call gives."""
-        return {symbol: size for symbol, size in self.dims.items() if symbol not in self.spec.given}
+        """The sizes that a kernel is built for: all but numbers of rows, which stand first and which each call gives."""
+        rows = {tensor.dims[0] for tensor in self.spec.tensors}
+        widths = {symbol for tensor in self.spec.tensors for dim in tensor.dims[1:] for symbol in symbols_of(dim)}
+        return {
+            symbol: size
+            for symbol, size in self.dims.items()
+            if symbol in widths or symbol not in rows or DIMENSIONS[symbol].of_model is not None
+        }
 
 
 def bind(spec: OperatorSpec, given: Mapping[str, object]) -> BoundArguments:

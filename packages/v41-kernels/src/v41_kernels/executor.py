@@ -114,7 +114,7 @@ class Executor:
             except BaseException:
                 self._worker = None  # `ask` has stopped it
                 raise
-            _receive(request["tensors"], bound)
+            _receive(request["tensors"], operator, bound)
         checks = tuple(PassCheck(pass_name, compared) for pass_name, compared in answer["checks"])
         return KernelRun(name, tier, answer["seconds"], checks)
 
@@ -122,36 +122,41 @@ class Executor:
 def _request(
     operator: KernelOperator, bound: BoundArguments, tier: Tier, where: str, directory: Path
 ) -> dict[str, Any]:
-    """Writes the tensors into files in `directory`, and describes the call."""
-    spec = operator.spec
+    """Writes the tensors into files in `directory`, and describes the call in the kernel's names."""
+    in_kernel = {contract: kernel for kernel, contract in operator.names.items()}
     tensors = []
-    for tensor in spec.tensors:
-        written = tensor.name in spec.destinations
-        tensors.append(_send(tensor.name, tensor.dtype, bound.tensors[tensor.name], written, directory))
-    for count, value in bound.counts.items():
-        tensors.append(_send(count, "int32", torch.tensor([value], dtype=torch.int32), False, directory))
+    for name, tensor in bound.tensors.items():
+        written = name in operator.spec.destinations
+        tensors.append(_send(in_kernel.get(name, name), tensor, written, directory))
+    for name, value in bound.counts.items():
+        tensors.append(_send(in_kernel.get(name, name), torch.tensor([value], dtype=torch.int32), False, directory))
+    static = bound.static_dims | dict(bound.constants) | operator.sizes(bound)
     return {
         "where": where,
         "kernel": operator.kernel,
-        "static": bound.static_dims | dict(bound.constants),
+        "static": {in_kernel.get(name, name): value for name, value in static.items()},
         "tier": tier.value,
         "tolerance": operator.pass_tolerance,
         "tensors": tensors,
     }
 
 
-def _send(name: str, dtype: str, tensor: Tensor, written: bool, directory: Path) -> dict[str, Any]:
+def _send(name: str, tensor: Tensor, written: bool, directory: Path) -> dict[str, Any]:
     file = directory / f"{name}.tensor"
-    _bytes(tensor).numpy().tofile(file)
-    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "written": written, "file": str(file)}
+    raw = _bytes(tensor).numpy()
+    raw.tofile(file)
+    return {"name": name, "bytes": raw.nbytes, "written": written, "file": str(file)}
 
 
-def _receive(sent: list[dict[str, Any]], bound: BoundArguments) -> None:
+def _receive(sent: list[dict[str, Any]], operator: KernelOperator, bound: BoundArguments) -> None:
     """Takes the destinations' new values from their files, all of them or none."""
-    written = [tensor for tensor in sent if tensor["written"]]
-    values = [np.fromfile(tensor["file"], dtype=np.uint8) for tensor in written]
-    for tensor, value in zip(written, values, strict=True):
-        _bytes(bound.tensors[tensor["name"]]).copy_(torch.from_numpy(value))
+    values = {
+        operator.names.get(tensor["name"], tensor["name"]): np.fromfile(tensor["file"], dtype=np.uint8)
+        for tensor in sent
+        if tensor["written"]
+    }
+    for name, value in values.items():
+        _bytes(bound.tensors[name]).copy_(torch.from_numpy(value))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import v41_config
-from v41_config import OperatorError, OperatorSpec
+from v41_config import OperatorError, OperatorSpec, find_operator
 from v41_kernels.arguments import BoundArguments
+
+
+def no_sizes(bound: BoundArguments) -> dict[str, int]:
+    """No sizes beyond the contract's symbols."""
+    del bound
+    return {}
 
 
 @dataclass(frozen=True)
@@ -16,13 +21,17 @@ class KernelOperator:
     """An operator's contract, and the module whose `make_entry(**static_dims, **constants)` gives its jit entry.
 
     `check` looks at values that the contract limits. `pass_tolerance` is how far, relatively, a destination may move
-    when a compiler pass cuts the kernel into tiles: 0 unless a reduction is summed in another order then.
+    when a compiler pass cuts the kernel into tiles: 0 unless a reduction is summed in another order then. `names` are
+    the contract's names for parameters and sizes that the kernel calls otherwise, and `sizes` gives those that no
+    symbol of the contract stands for.
     """
 
     spec: OperatorSpec
     kernel: str
     check: Callable[[BoundArguments], None] | None = None
     pass_tolerance: float = 0.0
+    names: Mapping[str, str] = field(default_factory=dict)
+    sizes: Callable[[BoundArguments], dict[str, int]] = no_sizes
 
 
 def check_positions(bound: BoundArguments) -> None:
@@ -35,21 +44,59 @@ def check_positions(bound: BoundArguments) -> None:
         raise OperatorError(where, int(active[token]), f"a position below the tables' capacity {capacity}")
 
 
-def _with_kernel(
-    name: str, check: Callable[[BoundArguments], None] | None = None, pass_tolerance: float = 0.0
-) -> KernelOperator:
-    return KernelOperator(v41_config.find_operator(name), f"v41_kernels.kernels.{name}", check, pass_tolerance)
+_BF16_ULP = 2.0**-7
+"""What a BF16 result may move when the terms of a sum are added tile by tile."""
 
+_FP32_SUM = 2.0**-18
+"""The same for an FP32 result."""
+
+
+def _kernel(
+    name: str,
+    tolerance: float = 0.0,
+    *,
+    kernel: str | None = None,
+    check: Callable[[BoundArguments], None] | None = None,
+    sizes: Callable[[BoundArguments], dict[str, int]] = no_sizes,
+    **names: str,
+) -> KernelOperator:
+    """The operator `name` of the contract; `names` are its names for the parameters and sizes of `kernel`."""
+    module = f"v41_kernels.kernels.{kernel or name}"
+    return KernelOperator(find_operator(name), module, check, tolerance, names, sizes)
+
+
+_ROW_STAGES = (
+    _kernel("materialize_rope_rows", check=check_positions),
+    _kernel("embed"),
+    _kernel("input_pack"),
+    _kernel("rms_norm", _BF16_ULP),
+    _kernel("mhc_mixes", _FP32_SUM),
+    _kernel("mhc_pre"),
+    _kernel("mhc_post"),
+    _kernel("hc_head", kernel="mhc_pre"),
+    _kernel("greedy"),
+)
+
+_LINEARS = (
+    _kernel("quantized_linear", _BF16_ULP),
+    _kernel("quantized_linear_fp4", _BF16_ULP),
+    _kernel("quantized_linear_fp32", _FP32_SUM),
+    _kernel("bf16_linear", _BF16_ULP),
+    _kernel("fp32_linear", _FP32_SUM),
+    _kernel(
+        "lm_head", _FP32_SUM, kernel="fp32_linear",
+        x="normed", w="head_weight", out="logits", num_tokens="num_rows", N="V_local", K="D",
+    ),
+)  # fmt: skip
+
+_EXPERTS = (
+    _kernel("gate", _FP32_SUM),
+    _kernel("shared_expert", _BF16_ULP),
+    _kernel("combine"),
+)
 
 OPERATORS: Mapping[str, KernelOperator] = MappingProxyType(
-    {
-        operator.spec.name: operator
-        for operator in (
-            _with_kernel("rms_norm", pass_tolerance=2**-7),  # a BF16 ulp: tiles of a row are summed one by one
-            _with_kernel("materialize_rope_rows", check=check_positions),
-            _with_kernel("mhc_post"),
-        )
-    }
+    {operator.spec.name: operator for operator in (*_ROW_STAGES, *_LINEARS, *_EXPERTS)}
 )
 """Every operator whose kernel compiles, runs and equals its golden."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -23,12 +24,21 @@ import torch
 from torch import Tensor
 
 from v41_config import V41Error
-from v41_kernels.arguments import TORCH_DTYPES
 from v41_kernels.canary import check_canary
+from v41_kernels.errors import KernelExecutionError
 from v41_kernels.interpreter import Interpreter
 from v41_kernels.tiers import Tier
 
 _MESSAGE_CHARACTERS = 290
+
+_TORCH_DTYPES = {
+    "DT_BF16": torch.bfloat16,
+    "DT_FP32": torch.float32,
+    "DT_INT8": torch.int8,
+    "DT_INT32": torch.int32,
+    "DT_BOOL": torch.bool,
+}
+"""Element types of entries' parameters. Codes of the low-bit formats are INT8, an INT64 is a pair of INT32."""
 
 
 def main() -> int:
@@ -73,10 +83,15 @@ def _limit_memory() -> None:
 
 
 def _execute(interpreter: Interpreter, request: dict[str, Any]) -> dict[str, Any]:
-    tensors = {tensor["name"]: _map(tensor) for tensor in request["tensors"]}
-    destinations = [tensor["name"] for tensor in request["tensors"] if tensor["written"]]
     started = time.perf_counter()
-    entry = importlib.import_module(request["kernel"]).make_entry(**request["static"])
+    make_entry = importlib.import_module(request["kernel"]).make_entry
+    taken = inspect.signature(make_entry).parameters
+    entry = make_entry(**{name: value for name, value in request["static"].items() if name in taken})
+    tensors = {
+        tensor["name"]: _map(request["where"], tensor, entry.__annotations__[tensor["name"]])
+        for tensor in request["tensors"]
+    }
+    destinations = [tensor["name"] for tensor in request["tensors"] if tensor["written"]]
     checks = interpreter.run(
         request["where"], entry, tensors, destinations, Tier(request["tier"]), request["tolerance"]
     )
@@ -84,13 +99,23 @@ def _execute(interpreter: Interpreter, request: dict[str, Any]) -> dict[str, Any
     return {"seconds": seconds, "checks": [[check.pass_name, check.compared] for check in checks]}
 
 
-def _map(tensor: dict[str, Any]) -> Tensor:
-    """The tensor in a file; a destination's changes go to the file, an argument's stay in this process."""
-    shape, dtype = tensor["shape"], TORCH_DTYPES[tensor["dtype"]]
-    if math.prod(shape) == 0:
+def _map(where: str, tensor: dict[str, Any], declared: Any) -> Tensor:
+    """The bytes in a file as the entry's parameter declares them: its dtype, and its shape with the first size open.
+
+    A destination's changes go to the file, an argument's stay in this process.
+    """
+    dtype = _TORCH_DTYPES[declared.dtype.name]
+    sizes = [size if isinstance(size, int) else None for size in declared.shape]
+    fixed = math.prod(size for size in sizes if size is not None)
+    rows, rest = divmod(tensor["bytes"], fixed * dtype.itemsize)
+    if rest or (None not in sizes and rows != 1):
+        expected = f"a parameter that holds {tensor['bytes']} bytes"
+        raise KernelExecutionError(f"{where}: {tensor['name']}", f"{dtype} {declared.shape}", expected)
+    shape = [rows if size is None else size for size in sizes]
+    if tensor["bytes"] == 0:
         return torch.empty(shape, dtype=dtype)
-    mapped = torch.from_file(tensor["file"], shared=tensor["written"], size=math.prod(shape), dtype=dtype)
-    return mapped.view(shape)
+    mapped = torch.from_file(tensor["file"], shared=tensor["written"], size=tensor["bytes"], dtype=torch.uint8)
+    return mapped.view(dtype).view(shape)
 
 
 def _describe(error: Exception) -> dict[str, Any]:

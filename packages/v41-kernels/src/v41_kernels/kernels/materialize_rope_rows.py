@@ -6,7 +6,7 @@ from typing import Any
 
 import pypto
 
-from v41_kernels.kernels.tile_shapes import tile_columns
+from v41_kernels.kernels.stages.tile_shapes import tile_columns
 
 ROW_TILE = 8
 COLUMN_TILE = 1024

@@ -6,8 +6,8 @@ from typing import Any
 
 import pypto
 
-from v41_kernels.kernels.compensated import compensated_sum
-from v41_kernels.kernels.tile_shapes import tile_columns
+from v41_kernels.kernels.stages.compensated import compensated_sum
+from v41_kernels.kernels.stages.tile_shapes import tile_columns
 
 ROW_TILE = 8
 COLUMN_TILE = 512

@@ -1,0 +1,208 @@
+"""Operands on which a kernel is compared with its golden: adversarial rows, padding behind the active ones.
+
+Every destination is filled with a sentinel first, so that a row that was written without leave, or not written at
+all, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from v41_config import ModelConfig, find_operator
+from v41_config.operator_spec import BoundOperator, BoundTensor, CountSpec
+from v41_goldens.judges import RowBounds, judge_equal_bits, judge_row_bounds
+from v41_goldens.judges.verdict import Verdict
+from v41_goldens.rope import precompute_rope_tables
+from v41_model.kernel_goldens import GOLDENS
+
+__all__ = ["KernelCase", "judge", "make_case"]
+
+SENTINEL = -7.0
+SENTINEL_BYTE = 0x5A
+
+EXACT = frozenset(
+    {
+        *("materialize_rope_rows", "embed", "input_pack", "greedy", "rms_norm", "mhc_pre", "mhc_post", "hc_head"),
+        *("combine", "publish_window_kv", "publish_compressed_kv", "publish_index_key", "candidate_blocks"),
+    }
+)
+"""Operators whose kernel leaves no choice of arithmetic: every bit is the golden's."""
+
+BF16_BOUNDS = RowBounds(rms_floor=1e-30, rms_ratio=2.0**-9, peak_floor=1e-30, peak_ratio=2.0**-5)
+"""One BF16 unit of single elements, where an FP32 sum fell on the other side of a rounding boundary."""
+
+FP32_BOUNDS = RowBounds(rms_floor=1e-30, rms_ratio=2e-6, peak_floor=1e-30, peak_ratio=1e-5)
+"""FP32 sums in another order, and functions that are an ulp off."""
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One call: its arguments by the contract's names (destinations included), and what they must hold afterwards."""
+
+    operator: str
+    arguments: dict[str, Any]
+    expected: dict[str, Tensor]
+    active: int
+
+
+def _extents(rows: int) -> dict[str, int]:
+    return {"T": rows, "B": 2, "G": rows, "R": rows, "LOGIT_ROWS": rows, "CAPACITY": 64, "ENTRIES": 61, "PAGES": 2,
+            "WINDOW_BLOCKS": 2, "COMPRESSED_BLOCKS": 4, "STATE_BLOCKS": 3, "N": 96, "K": 256}  # fmt: skip
+
+
+def make_case(name: str, config: ModelConfig, rows: int, active: int, seed: int = 0) -> KernelCase:
+    """A call of `rows` rows of which `active` are in use, and the golden's answer to it."""
+    spec = find_operator(name)
+    extents = _extents(rows) | {"ATTENDED": config.sliding_window + config.index_topk}
+    bound = spec.bind(config, **{symbol: extents[symbol] for symbol in spec.given})
+    generator = torch.Generator().manual_seed(hash((rows, active, seed, config.hidden_size)) % 2**31)
+    tensors = {t: _tensor(bound, tensor, generator) for t, tensor in bound.tensors.items()}
+    if name in _SPECIAL:
+        tensors.update(_SPECIAL[name](tensors, config, generator))
+    counts = {s.name: active for s in spec.scalars if isinstance(s, CountSpec)}
+    row_symbols = {s.limit for s in spec.scalars if isinstance(s, CountSpec)}
+    if "vocab_start" in counts:
+        counts["vocab_start"] = 100
+    if not counts:
+        active = rows  # all rows are active
+    in_use = {
+        t: tensor[:active] if bound.tensors[t].spec.dims[0] in row_symbols else tensor
+        for t, tensor in tensors.items()
+        if bound.tensors[t].spec.direction != "out"
+    }
+    expected = {t: tensors[t].clone() for t in spec.destinations}
+    updated = {t: expected[t] for t in expected if bound.tensors[t].spec.direction == "inout"}
+    scalars = {name: torch.tensor(value) for name, value in counts.items()}
+    for t, value in GOLDENS[name]({**in_use, **updated, **scalars}, config).items():
+        _bytes(expected[t][: len(value)]).copy_(_bytes(value))
+    return KernelCase(name, {**tensors, **counts, **bound.constants}, expected, active)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+
+
+def judge(case: KernelCase) -> dict[str, Verdict]:
+    """A verdict for every destination after the kernel ran: its active rows, and that all else is untouched."""
+    verdicts: dict[str, Verdict] = {}
+    for name, expected in case.expected.items():
+        actual = case.arguments[name]
+        if case.operator in EXACT or not expected.is_floating_point() or expected.element_size() == 1:
+            verdicts[name] = judge_equal_bits(actual, expected)
+            continue
+        verdict = judge_equal_bits(actual[case.active :], expected[case.active :])
+        if verdict.accepted and case.active:
+            bounds = BF16_BOUNDS if expected.dtype == torch.bfloat16 else FP32_BOUNDS
+            verdicts[name] = judge_row_bounds(actual, expected, case.active, bounds)
+        else:
+            verdicts[name] = verdict
+    return verdicts
+
+
+def describe(case: KernelCase) -> str:
+    """A line on how far every destination is from the golden."""
+    parts = []
+    for name, verdict in judge(case).items():
+        expected, actual = case.expected[name], case.arguments[name]
+        unequal = int((expected.contiguous().view(torch.uint8) != actual.contiguous().view(torch.uint8)).sum())
+        parts.append(f"{name}: {'ok' if verdict.accepted else 'REFUSED'} {unequal} bytes differ; {verdict}")
+    return " | ".join(parts)
+
+
+def _tensor(bound: BoundOperator, tensor: BoundTensor, generator: torch.Generator) -> Tensor:
+    """Values that suit the dtype: rows of four magnitudes for BF16, weights of ordinary size, any bytes for codes."""
+    shape, dtype = tensor.shape, getattr(torch, tensor.spec.dtype)
+    if tensor.spec.direction == "out":
+        return _filled(shape, dtype)
+    if dtype == torch.float8_e8m0fnu:
+        return torch.randint(117, 124, shape, generator=generator, dtype=torch.uint8).view(dtype)
+    if dtype == torch.float8_e4m3fn:
+        return torch.randn(shape, generator=generator).to(dtype)
+    if dtype in (torch.int8, torch.uint8):
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.7
+    if dtype in (torch.int32, torch.int64):
+        return torch.zeros(shape, dtype=dtype)
+    values = torch.randn(shape, generator=generator)
+    first = tensor.spec.dims[0]
+    if dtype == torch.bfloat16 and len(shape) > 1 and first in ("T", "T_local", "G", "R", "LOGIT_ROWS"):
+        sizes = torch.tensor([1.0, 1e-4, 300.0, 0.0])[torch.arange(shape[0]) % 4]
+        values *= sizes.view(-1, *[1] * (len(shape) - 1))
+    return values.to(dtype)
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if dtype.itemsize == 1 or dtype == torch.bool:
+        return torch.full(shape, SENTINEL_BYTE & 1 if dtype == torch.bool else SENTINEL_BYTE, dtype=torch.uint8).view(
+            dtype
+        )
+    return torch.full(shape, SENTINEL, dtype=torch.float32).to(dtype)
+
+
+Special = Callable[[dict[str, Tensor], ModelConfig, torch.Generator], dict[str, Tensor]]
+
+
+def _positions(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    cos, sin = precompute_rope_tables(config, "compressed", len(t["freqs_cos"]))
+    positions = torch.randint(0, len(cos), t["position_ids"].shape, generator=generator, dtype=torch.int32)
+    positions[::3] = -1
+    return {"freqs_cos": cos, "freqs_sin": sin, "position_ids": positions}
+
+
+def _tokens(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    ids = torch.randint(0, config.vocab_size, t["token_ids"].shape, generator=generator, dtype=torch.int32)
+    ids[::2] %= 200
+    return {"token_ids": ids}
+
+
+def _mix_weights(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"fn": t["fn"] * t["fn"].shape[1] ** -0.5, "scale": torch.tensor([0.7, 0.9, 2.5])}
+
+
+def _expand(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Positive coefficients, and streams that nearly cancel in every fourth row."""
+    t["x_hc"][3::4, 1] = -t["x_hc"][3::4, 0] * 1.01
+    return {"comb": t["comb"].abs() / 3, "post": t["post"].abs()}
+
+
+def _ties(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    t["logits"][:, 5::7] = t["logits"].amax(-1, keepdim=True)
+    t["logits"][3::4] = -0.0
+    return {}
+
+
+def _routes(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Every row's experts in random order; some are inactive, and those rows hold NaN."""
+    count = t["expert_ids"].shape
+    order = torch.rand(count[0], config.n_routed_experts, generator=generator).argsort(-1)
+    ids = order[:, : count[1]].to(torch.int32)
+    ids[torch.rand(count, generator=generator) < 0.2] = -1
+    t["expert_rows"][ids < 0] = torch.nan
+    return {"expert_ids": ids}
+
+
+def _gate_ties(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Half of the experts are twins, so that scores are equal to the bit."""
+    weight = t["gate_weight"] * t["gate_weight"].shape[1] ** -0.5
+    weight[1::4] = weight[::4]
+    bias = t["gate_bias"] * 0.1
+    bias[1::4] = bias[::4]
+    return {"gate_weight": weight, "gate_bias": bias}
+
+
+_SPECIAL: Mapping[str, Special] = {
+    "materialize_rope_rows": _positions,
+    "embed": _tokens,
+    "mhc_mixes": _mix_weights,
+    "mhc_post": _expand,
+    "greedy": _ties,
+    "combine": _routes,
+    "gate": _gate_ties,
+}
+"""Operands that mean something beyond their dtype."""
