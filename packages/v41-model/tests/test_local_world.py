@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from greenlet import GreenletExit  # type: ignore[import-untyped]
 from torch import Tensor
 
 from v41_config import ParallelLayout, SlabError
@@ -261,7 +262,7 @@ def test_counts_that_disagree_are_refused_by_the_receiver() -> None:
         wrong = counts + (comm.rank == 1)
         comm.exchange_rows((torch.zeros(2, 1),), counts, wrong, HERE)
 
-    with pytest.raises(WorldError, match="exchange_rows at here, rank 1"):
+    with pytest.raises(WorldError, match="row_all_to_all at here, rank 1"):
         LocalWorld(2).run(program)
 
 
@@ -297,3 +298,49 @@ def test_worlds_nest_when_they_are_different() -> None:
         return float(comm.all_reduce(first, HERE))
 
     assert outer.run(program) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("leave", [GreenletExit, SystemExit], ids=lambda error: error.__name__)
+def test_a_rank_that_leaves_is_named_like_one_that_raises(leave: type[BaseException]) -> None:
+    def program(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise leave
+        comm.all_gather_tokens(torch.zeros(1), HERE)
+
+    with pytest.raises(RankError, match=f"rank 1.*{leave.__name__}"):
+        LocalWorld(2).run(program)
+
+
+@pytest.mark.parametrize("name", ["all_gather_tokens", "reduce_scatter_tokens", "all_reduce", "gather_logits"])
+def test_a_tensor_without_rows_is_refused(name: str) -> None:
+    with pytest.raises(RankError, match=r"expected rows, \[R, ...\], found 'a tensor without dimensions'"):
+        LocalWorld(2).run(lambda comm: getattr(comm, name)(torch.tensor(1.0), HERE))
+
+
+@pytest.mark.parametrize(
+    ("sends", "receives", "pattern"),
+    [
+        ([3, -1], [1, 1], r"counts of at least 0 rows, found \[3, -1\]"),
+        ([1, 1], [3, -1], r"counts of at least 0 rows, found \[3, -1\]"),
+        ([1, 1], [1], r"counts, INT64 \[2\], found '\[1\] torch.int64'"),
+        ([1.0, 1.0], [1, 1], r"counts, INT64 \[2\], found '\[2\] torch.float32'"),
+    ],
+)
+def test_impossible_counts_are_refused(sends: list[int], receives: list[int], pattern: str) -> None:
+    def program(comm: Communicator) -> None:
+        comm.exchange_rows((torch.zeros(2, 1),), torch.tensor(sends), torch.tensor(receives), HERE)
+
+    with pytest.raises(RankError, match=pattern):
+        LocalWorld(2).run(program)
+    if sends == [3, -1]:
+        with pytest.raises(RankError, match=pattern):
+            LocalWorld(2).run(lambda comm: comm.exchange_counts(torch.tensor(sends), HERE))
+
+
+def test_an_exchange_without_columns_is_refused() -> None:
+    def program(comm: Communicator) -> None:
+        none = torch.zeros(2, dtype=torch.int64)
+        comm.exchange_rows((), none, none, HERE)
+
+    with pytest.raises(RankError, match=r"found 'columns of \[\]'"):
+        LocalWorld(2).run(program)

@@ -55,15 +55,26 @@ class CollectiveRecord:
     received: tuple[tuple[int, ...], ...]
     bytes_sent: int
     bytes_received: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class CollectiveTotal:
     """The calls of one kind at one site, summed over all steps since the log was made."""
 
-    calls: int
-    bytes_sent: int
-    bytes_received: int
+    calls: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+
+    def plus(self, record: CollectiveRecord) -> CollectiveTotal:
+        """With one more call."""
+        return CollectiveTotal(
+            self.calls + 1,
+            self.bytes_sent + record.bytes_sent,
+            self.bytes_received + record.bytes_received,
+            self.seconds + record.seconds,
+        )
 
 
 class CollectiveLog:
@@ -85,10 +96,7 @@ class CollectiveLog:
         """Append one call and count it."""
         self.records.append(record)
         key = (record.kind, record.site)
-        old = self.totals.get(key, CollectiveTotal(0, 0, 0))
-        self.totals[key] = CollectiveTotal(
-            old.calls + 1, old.bytes_sent + record.bytes_sent, old.bytes_received + record.bytes_received
-        )
+        self.totals[key] = self.totals.get(key, CollectiveTotal()).plus(record)
 
     def of(self, kind: CollectiveKind, step: str | None = None) -> list[CollectiveRecord]:
         """This step's records of one kind, optionally of one named step of the layer, in call order."""

@@ -21,14 +21,18 @@ class WorldError(V41Error):
 
 
 class RankError(WorldError):
-    """A rank's program raised. ``rank`` names it; the original error is ``__cause__``."""
+    """A rank's program raised, or its process ended. ``rank`` names it.
 
-    def __init__(self, rank: int, error: BaseException) -> None:
-        super().__init__(f"rank {rank}", f"{type(error).__name__}: {error}", "the rank's program to finish")
+    ``error`` is the original error, also ``__cause__``; of a rank in another process it is a text.
+    """
+
+    def __init__(self, rank: int, error: BaseException | str) -> None:
+        found = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        super().__init__(f"rank {rank}", found, "the rank's program to finish")
         self.rank = rank
         self.error = error
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[int, BaseException]]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, BaseException | str]]:  # type: ignore[override]
         return type(self), (self.rank, self.error)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from v41_config import LayerConfig
 from v41_model.collective_log import CollectiveLog, CollectiveRecord
-from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
+from v41_model.world import World
 
 __all__ = ["LayoutRow", "OperatorCall", "OperatorTrace", "format_layout_table", "layout_rows"]
 
@@ -37,7 +37,7 @@ class OperatorCall:
 class OperatorTrace:
     """The operator calls of every rank of a world, in order."""
 
-    world: LocalWorld
+    world: World
     calls: dict[int, list[OperatorCall]] = field(default_factory=lambda: defaultdict(list))
 
     def observe(self, operators: Operators) -> Operators:
