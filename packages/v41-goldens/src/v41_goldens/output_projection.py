@@ -35,7 +35,7 @@ def o_proj(u: Tensor, weights: AttentionWeights, config: ModelConfig, parts: int
     Raises:
         OperandError: `parts` does not cut the output groups evenly.
     """
-    groups = weights.wo_a.shape[0] // config.o_lora_rank
+    groups = weights.wo_b.shape[1] // config.o_lora_rank
     if parts < 1 or groups % parts:
         raise OperandError("o_proj parts", parts, f"a divisor of the {groups} output groups")
     width = u.shape[-1] // parts

@@ -30,3 +30,15 @@ def kv_proj_rope(
     """Rotated window KV, one head for keys and values: x BF16 `[T, D]` -> BF16 `[T, head_dim]`, not yet quantised."""
     kv = rms_norm(quantized_linear(x, weights.wkv), weights.kv_norm, config.rms_norm_eps)
     return apply_rope(kv, rope_cos, rope_sin)
+
+
+def qkv_proj_rope(
+    x: Tensor, weights: AttentionWeights, rope_cos: Tensor, rope_sin: Tensor, config: ModelConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(qr, q, kv)` of one input: the three above."""
+    qr = q_proj_qr(x, weights, config)
+    return (
+        qr,
+        q_proj_rope(qr, weights, rope_cos, rope_sin, config),
+        kv_proj_rope(x, weights, rope_cos, rope_sin, config),
+    )
