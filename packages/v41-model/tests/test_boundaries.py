@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from v41_config import PADDING_ID, TINY, GatheredRows, LocalRows, ParallelLayout, TokenMapping, V41Error
+from v41_config import TINY, LocalRows, ParallelLayout, TokenMapping, V41Error
 from v41_goldens.linear import fp32_linear
 from v41_model.collective_log import CollectiveKind
 from v41_model.communicator import Communicator
@@ -17,6 +17,7 @@ from v41_model.errors import RankError
 from v41_model.lm_head import final_norm, lm_head
 from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
+from v41_model.wiring import Wiring
 
 VOCABULARY, WIDTH = TINY.vocab_size, 8
 
@@ -29,18 +30,16 @@ def _table() -> Tensor:
 
 
 def _embed(
-    ids: Tensor, tp: int, sharded: bool, capacity: int | None = None
+    ids: Tensor, tp: int, sharded: bool, capacity: int | None = None, wiring: Wiring = Wiring.SHARDED
 ) -> tuple[LocalWorld, list[LocalRows[Tensor]]]:
     layout = ParallelLayout(tp, 1)
     mapping = TokenMapping(layout, 0, len(ids) if capacity is None else capacity, len(ids))
     table = _table()
 
     def program(comm: Communicator) -> LocalRows[Tensor]:
-        padded = torch.full((mapping.padded_rows,), PADDING_ID, dtype=torch.int32)
-        padded[: len(ids)] = ids
         held = layout.vocab_range(TINY, comm.rank)
         part = table[held.start : held.stop] if sharded else table
-        return embed_tokens(GatheredRows(mapping, padded), part, TINY, comm)
+        return embed_tokens(ids, part, TINY, wiring.boundary(mapping, comm.rank, comm))
 
     world = LocalWorld(layout)
     return world, world.run(program)
@@ -85,7 +84,8 @@ def test_a_table_of_another_size_is_refused() -> None:
     mapping = TokenMapping(ParallelLayout(2, 1), 0, 2, 2)
 
     def program(comm: Communicator) -> LocalRows[Tensor]:
-        return embed_tokens(GatheredRows(mapping, torch.zeros(2, dtype=torch.int32)), _table()[:7], TINY, comm)
+        boundary = Wiring.SHARDED.boundary(mapping, comm.rank, comm)
+        return embed_tokens(torch.zeros(2, dtype=torch.int32), _table()[:7], TINY, boundary)
 
     with pytest.raises(RankError, match="7 rows") as caught:
         LocalWorld(2).run(program)
@@ -105,7 +105,8 @@ def test_logits_come_back_in_the_packed_order(tokens: int, rows: list[int] | Non
         held = layout.vocab_range(TINY, comm.rank)
         logit_rows = None if rows is None else torch.tensor(rows)
         normed = mapping.shard(hidden, comm.rank)
-        return lm_head(normed, table[held.start : held.stop], logit_rows, comm, Operators())
+        boundary = Wiring.SHARDED.boundary(mapping, comm.rank, comm)
+        return lm_head(normed, table[held.start : held.stop], logit_rows, boundary, comm, Operators())
 
     expected = fp32_linear(hidden, table)
     for logits in LocalWorld(layout).run(program):
@@ -119,3 +120,12 @@ def test_final_norm_is_local_and_keeps_padding_zero() -> None:
     collapsed, normed = final_norm(mapping.shard(x_hc, 2), mapping.shard(mix, 2), norm, TINY, Operators())
     assert collapsed.tensor[:, 0].tolist() == [4, 0]
     assert normed.tensor[:, 0].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["vocabulary shards", "whole table"])
+def test_replicated_entry_gives_every_row_to_every_rank(sharded: bool) -> None:
+    ids = torch.tensor([5, 300, 7, 511, 0], dtype=torch.int32)
+    world, rows = _embed(ids, 4, sharded, wiring=Wiring.REPLICATED)
+    assert all(_bits(r.tokens) == _bits(_table()[ids.long()]) for r in rows)
+    kinds = [record.kind for c in world.communicators for record in c.log.records]
+    assert kinds == [CollectiveKind.ALL_REDUCE] * (4 if sharded else 0)

@@ -10,17 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from v41_config import PADDING_ID, GatheredRows, LocalRows, ModelConfig, V41Error
+from v41_config import PADDING_ID, LocalRows, ModelConfig, V41Error
 from v41_model.collective_log import Site
-from v41_model.communicator import Communicator
+from v41_model.wiring import TpBoundary
 
 __all__ = ["embed_tokens"]
 
 
-def embed_tokens(
-    token_ids: GatheredRows[Tensor], table: Tensor, config: ModelConfig, communicator: Communicator
-) -> LocalRows[Tensor]:
-    """Token ids INT32 ``[tp * T_local]`` (padding -1) -> this rank's embeddings BF16 ``[T_local, D]``, padding zero.
+def embed_tokens(token_ids: Tensor, table: Tensor, config: ModelConfig, boundary: TpBoundary) -> LocalRows[Tensor]:
+    """Packed token ids INT32 ``[T]`` of the group -> embeddings BF16 of this rank's residual rows, padding zero.
 
     ``table`` is BF16 ``[V, D]``, or the ``[V / tp, D]`` rows of the rank's vocabulary range. A group without tokens
     communicates nothing.
@@ -28,28 +26,19 @@ def embed_tokens(
     The ids are in the vocabulary (:meth:`StepBatch.lower` checks them). Errors: :class:`v41_config.V41Error` for a
     table that is neither.
     """
-    mapping, rank = token_ids.mapping, communicator.rank
-    if mapping.active == 0:
-        return mapping.pad(table[:0], rank)
-    held = communicator.layout.vocab_range(config, rank)
-    if table.shape[0] == config.vocab_size:
-        return mapping.pad(table[mapping.shard(token_ids.tokens, rank, fill=PADDING_ID).tokens.long()], rank)
-    if table.shape[0] == len(held):
-        return _reduce_partials(token_ids, table, held, communicator)
-    raise V41Error(
-        "embedding table", f"{table.shape[0]} rows", f"{config.vocab_size} rows, or {len(held)} of this rank"
-    )
+    held = boundary.mapping.layout.vocab_range(config, boundary.rank)
+    if table.shape[0] not in (config.vocab_size, len(held)):
+        expected = f"{config.vocab_size} rows, or {len(held)} of this rank"
+        raise V41Error("embedding table", f"{table.shape[0]} rows", expected)
+    if table.shape[0] == config.vocab_size or boundary.mapping.active == 0:
+        return boundary.pad(table[boundary.hold(token_ids, PADDING_ID).tokens.long()])
+    summed = boundary.reduce(_partial(token_ids.long(), table, held), Site("embedding"))
+    return boundary.pad(summed.tokens.bfloat16())
 
 
-def _reduce_partials(
-    token_ids: GatheredRows[Tensor], table: Tensor, held: range, communicator: Communicator
-) -> LocalRows[Tensor]:
-    mapping = token_ids.mapping
-    ids = token_ids.tensor.long()
+def _partial(ids: Tensor, table: Tensor, held: range) -> Tensor:
+    """FP32 ``[T, D]``: the rows of ids in ``held``, and for the others the zero that changes no sum."""
     mine = (ids >= held.start) & (ids < held.stop)
     rows = table[torch.where(mine, ids - held.start, 0)].float()
     # -0 is the zero that changes nothing: a row of -0 plus +0 would lose the sign that the table stores
-    partial = rows.masked_fill_(~mine.unsqueeze(-1), -0.0)
-    summed = communicator.reduce_scatter_tokens(partial, Site("embedding"))
-    active = mapping.active_rows(communicator.rank)
-    return mapping.pad(summed[:active].bfloat16(), communicator.rank)
+    return rows.masked_fill_(~mine.unsqueeze(-1), -0.0)

@@ -17,6 +17,7 @@ from v41_goldens.gate import GateOutput
 from v41_goldens.weights import MoeWeights
 from v41_model.collective_log import Site
 from v41_model.communicator import ExpertCommunicator
+from v41_model.operator_checks import checked
 from v41_model.operators import Operators
 
 __all__ = ["Dispatched", "ExpertParallelOutput", "dispatch", "expert_owners", "expert_parallel_moe", "return_to_source"]
@@ -111,14 +112,20 @@ def expert_parallel_moe(
 
     The owner multiplies the route weight into the SwiGLU result before its BF16 cast and w2; rows return as BF16 and
     are summed unweighted in FP32 by ascending expert id, plus the shared expert, rounded once (model.md 14.3).
+
+    Errors: :class:`v41_config.OperatorError` naming an operator whose output has another shape or dtype.
     """
     routes = operators.gate(x, weights.gate, weights.gate_bias, config)
+    chosen = (len(x), config.num_experts_per_tok)
+    checked("gate ids", routes.ids, chosen, torch.int32)
+    checked("gate weights", routes.weights, chosen, torch.float32)
     received = dispatch(x, routes, owners, communicator, layer)
     outputs = operators.routed_experts(
         received.rows, received.expert_ids, received.route_weights, weights.experts, config
     )
+    checked("routed_experts", outputs, received.rows.shape)
     returned = return_to_source(outputs, received, communicator, layer)
-    shared = operators.shared_expert(x, weights.shared, config)
+    shared = checked("shared_expert", operators.shared_expert(x, weights.shared, config), x.shape)
     expert_rows = returned.unflatten(0, routes.ids.shape)
-    out = operators.combine(expert_rows, routes.ids, shared)
+    out = checked("combine", operators.combine(expert_rows, routes.ids, shared), x.shape)
     return ExpertParallelOutput(out, shared, routes, received_rows=len(received.rows))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from v41_config import PADDING_ID, DpGroupMetadata, ModelConfig, ParallelLayout
+from v41_config import DpGroupMetadata, LocalRows, ModelConfig, ParallelLayout
 from v41_goldens.block import entry_streams
 from v41_goldens.capture import Capture
 from v41_goldens.forward_context import ForwardContext
@@ -22,6 +22,7 @@ from v41_model.layer_capture import COMPRESSOR_STATE
 from v41_model.lm_head import final_norm, lm_head
 from v41_model.operators import Operators
 from v41_model.rank_layer import RankStep, ResidualStreams, sequence_parallel_layer
+from v41_model.wiring import Wiring
 
 __all__ = ["RankModel"]
 
@@ -30,7 +31,7 @@ __all__ = ["RankModel"]
 class RankModel:
     """A rank's part of the model: its heads, output groups, vocabulary rows and experts, the rest replicated.
 
-    ``owners`` INT64 ``[E]`` is the rank of each routed expert.
+    ``owners`` INT64 ``[E]`` is the rank of each routed expert; ``wiring`` is the same on all ranks.
     """
 
     config: ModelConfig
@@ -38,6 +39,7 @@ class RankModel:
     rank: int
     weights: ModelWeights
     owners: Tensor
+    wiring: Wiring = Wiring.SHARDED
 
     @classmethod
     def from_tensors(
@@ -66,13 +68,13 @@ class RankModel:
         ``caches`` are this rank's own; inside a TP group their contents are equal, because all ranks read all keys.
         Returns FP32 logits, equal on all ranks of the group:
         ``[T, V]`` with ``all_logits``, else ``[B', V]`` of the last row of each request that has rows, in batch
-        order.
+        order. Both wirings give the same bits, and capture the same rows: those of the rank's slab.
         """
         communicator.log.begin_step()
         config = self.config
         rope = RopeRows(rope_tables, operators.materialize_rope_rows)
         context = ForwardContext(config, group.metadata, caches, rope, capture=capture, stages=operators)
-        step = RankStep(config, group, context, self.owners, communicator, operators)
+        step = RankStep(config, group, context, self.owners, communicator, operators, self.wiring)
         streams = self._entry(step, token_ids)
         for layer in config.layers:
             streams = sequence_parallel_layer(step, layer, self.weights.layers[layer.layer_id], streams)
@@ -80,23 +82,21 @@ class RankModel:
         return self._exit(step, streams, all_logits)
 
     def _entry(self, step: RankStep, token_ids: Tensor) -> ResidualStreams:
-        mapping = step.mapping
-        ids = mapping.gathered(token_ids, PADDING_ID)
-        embedded = embed_tokens(ids, self.weights.embed, self.config, step.communicator)
-        _record(step, "embed_out", embedded.tokens)
+        embedded = embed_tokens(token_ids, self.weights.embed, self.config, step.boundary)
+        _record_own(step, "embed_out", embedded)
         x_hc, pre_mix = entry_streams(embedded.tokens, self.config.hc_mult)
-        return ResidualStreams(mapping.pad(x_hc, self.rank), mapping.pad(pre_mix, self.rank))
+        return ResidualStreams(step.boundary.pad(x_hc), step.boundary.pad(pre_mix))
 
     def _exit(self, step: RankStep, streams: ResidualStreams, all_logits: bool) -> Tensor:
         if step.mapping.active == 0:
             return torch.zeros(0, self.config.vocab_size, device=streams.x_hc.tensor.device)
         collapsed, normed = final_norm(streams.x_hc, streams.pre_mix, self.weights.norm, self.config, step.operators)
-        _record(step, "final.collapsed", collapsed.tokens)
-        _record(step, "final.norm_out", normed.tokens)
+        _record_own(step, "final.collapsed", collapsed)
+        _record_own(step, "final.norm_out", normed)
         last_rows = step.attention.metadata.logit_row_indices
         logit_rows = None if all_logits else last_rows[last_rows >= 0]
-        logits = lm_head(normed, self.weights.head, logit_rows, step.communicator, step.operators)
-        _record(step, "logits", logits)
+        logits = lm_head(normed, self.weights.head, logit_rows, step.boundary, step.communicator, step.operators)
+        step.attention.record(None, "logits", logits)
         return logits
 
     def _record_compressor_state(self, step: RankStep) -> None:
@@ -107,6 +107,6 @@ class RankModel:
                 step.record(layer, COMPRESSOR_STATE, step.attention.caches.state[layer.layer_id][blocks[:, 0].long()])
 
 
-def _record(step: RankStep, name: str, rows: Tensor) -> None:
+def _record_own(step: RankStep, name: str, rows: LocalRows[Tensor]) -> None:
     if step.attention.capture is not None:
-        step.attention.capture.put(name, rows)
+        step.attention.record(None, name, step.boundary.own(rows).tokens)
