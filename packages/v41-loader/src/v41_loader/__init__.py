@@ -22,9 +22,11 @@ from v41_loader.synth import SynthesisReport, synthesize_checkpoint, synthesize_
 
 if TYPE_CHECKING:
     from v41_loader.checkpoint import Checkpoint, open_checkpoint
+    from v41_loader.rank_loading import load_rank, rank_tensors
     from v41_loader.sharding.sharded_checkpoint import ShardedCheckpoint, open_shards
-    from v41_loader.shards import rank_tensors, shard_tensor
     from v41_loader.synth.tensors import synthesize_tensor
+    from v41_loader.tensor_cutting import shard_tensor
+    from v41_loader.weight_directory import open_weights
 
 __all__ = [
     "RULES",
@@ -50,8 +52,10 @@ __all__ = [
     "VerificationReport",
     "expected_tensor",
     "expected_tensors",
+    "load_rank",
     "open_checkpoint",
     "open_shards",
+    "open_weights",
     "plan_shards",
     "rank_part",
     "rank_tensors",
@@ -69,9 +73,11 @@ _NEED_TORCH = {
     "Checkpoint": "v41_loader.checkpoint",
     "ShardedCheckpoint": "v41_loader.sharding.sharded_checkpoint",
     "open_checkpoint": "v41_loader.checkpoint",
+    "load_rank": "v41_loader.rank_loading",
     "open_shards": "v41_loader.sharding.sharded_checkpoint",
-    "rank_tensors": "v41_loader.shards",
-    "shard_tensor": "v41_loader.shards",
+    "open_weights": "v41_loader.weight_directory",
+    "rank_tensors": "v41_loader.rank_loading",
+    "shard_tensor": "v41_loader.tensor_cutting",
     "synthesize_tensor": "v41_loader.synth.tensors",
 }
 

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from v41_loader.errors import ShardingError
+
 R = TypeVar("R")
+
+MAX_THREADS = 8
 
 _JOBS_PER_THREAD = 4
 """Enough waiting that no thread idles while the caller looks at a result, and no more than that opened ahead."""
+
+
+def thread_count(threads: int | None) -> int:
+    """The threads that were asked for; by default two per processor, since they wait for disks, up to `MAX_THREADS`.
+
+    Raises:
+        ShardingError: fewer than one.
+    """
+    if threads is None:
+        return min(2 * (os.cpu_count() or 1), MAX_THREADS)
+    if threads < 1:
+        raise ShardingError("threads", threads, "at least 1")
+    return threads
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from v41_loader.bounded_jobs import Job, run_jobs
-from v41_loader.errors import ShardingError
 from v41_loader.inventory import Inventory
 from v41_loader.sharding.journal import Journal, RunIdentity
 from v41_loader.sharding.manifest import PartDigests
@@ -23,23 +22,8 @@ from v41_loader.source_files import SourceFile, reopen_source, require_unchanged
 MEMORY_BUDGET = 128 << 20
 """Bytes that tensors under way may need together; a tensor that a layout must see whole may need more, alone."""
 
-MAX_THREADS = 8
-
 Progress = Callable[[int, int], object]
 """Called with (bytes since the last call, bytes of the whole run)."""
-
-
-def thread_count(threads: int | None) -> int:
-    """The threads that were asked for; by default two per processor, since they wait for disks, up to `MAX_THREADS`.
-
-    Raises:
-        ShardingError: fewer than one.
-    """
-    if threads is None:
-        return min(2 * (os.cpu_count() or 1), MAX_THREADS)
-    if threads < 1:
-        raise ShardingError("threads", threads, "at least 1")
-    return threads
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from v41_config.parallel_layout import ParallelLayout
+from v41_loader.bounded_jobs import thread_count
 from v41_loader.errors import ShardingError
 from v41_loader.inventory import GroupTotal, Inventory, StoredTensor
 from v41_loader.layouts import get_layout
 from v41_loader.rules import Partition, TensorGroup
 from v41_loader.sharding.part_blocks import BLOCK_BYTES
 from v41_loader.sharding.rank_contents import stored_parts
-from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, thread_count
+from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET
 from v41_loader.sharding.tensor_copy import TensorCopy
 
 _BUFFERS_PER_THREAD = 2

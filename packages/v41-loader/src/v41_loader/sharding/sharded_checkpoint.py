@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -13,9 +15,10 @@ import torch
 from v41_config.model_config import ModelConfig
 from v41_config.parallel_layout import ParallelLayout
 from v41_loader.digests import new_digest
-from v41_loader.errors import DigestMismatchError, MissingRankError, UnknownTensorError
+from v41_loader.errors import DigestMismatchError, MissingRankError, ShardingError, UnknownTensorError
 from v41_loader.finite_codes import require_finite
 from v41_loader.header_entries import TensorEntry
+from v41_loader.rank_loading import RankRead
 from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.rank_contents import StoredPart, rank_file
 from v41_loader.sharding.shard_inventory import ShardInventory, read_shard_inventory
@@ -36,13 +39,14 @@ class ShardedCheckpoint:
     """The tensors of a sharded directory, by rank, under the checkpoint's global names.
 
     Tensors come as `Checkpoint` gives them: in their stored dtypes, on the CPU, contiguous, in memory of their own.
-    Every one is compared with the manifest's digest of it. Files are opened when first read.
+    Every one is compared with the manifest's digest of it. Files are opened when first read. Threads may share it.
     """
 
     def __init__(self, inventory: ShardInventory) -> None:
         self.inventory = inventory
         self._files = ExitStack()
         self._descriptors: dict[int, int] = {}
+        self._opening = threading.Lock()
 
     @property
     def config(self) -> ModelConfig:
@@ -71,6 +75,20 @@ class ShardedCheckpoint:
         """
         return tuple(self._entries(rank))
 
+    def rank_reads(self, layout: ParallelLayout, rank: int) -> list[RankRead]:
+        """All that a rank holds, in file order, for `load_rank`.
+
+        Raises:
+            ShardingError: the directory was sharded for another layout.
+            MissingRankError: it does not have the rank.
+        """
+        if layout != self.layout:
+            raise ShardingError(f"shards in {self.inventory.directory}", self.layout, f"{layout}, as asked for")
+        return [
+            RankRead(name, entry.nbytes, partial(self.tensor, rank, name))
+            for name, entry in self._entries(rank).items()
+        ]
+
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """All that a rank holds; errors as `tensor`."""
         return dict(self.iterate(rank))
@@ -96,11 +114,10 @@ class ShardedCheckpoint:
         if entry is None:
             raise UnknownTensorError(rank_file(rank), name, f"a tensor that rank {rank} holds")
         source = self.inventory.files[rank]
-        if rank not in self._descriptors:
-            self._descriptors[rank] = self._files.enter_context(reopen_source(source))
+        fd = self._opened(rank)
         data = np.empty(entry.nbytes, np.uint8)
-        read_into(self._descriptors[rank], source, entry.begin, data.data)
-        require_unchanged(self._descriptors[rank], source)
+        read_into(fd, source, entry.begin, data.data)
+        require_unchanged(fd, source)
         self._require_digest(rank, self._part(rank, name), data.data)
         require_finite(data, entry.dtype, name, source.name, entry.shape)
         return torch.from_numpy(data).view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
@@ -117,6 +134,12 @@ class ShardedCheckpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _opened(self, rank: int) -> int:
+        with self._opening:
+            if rank not in self._descriptors:
+                self._descriptors[rank] = self._files.enter_context(reopen_source(self.inventory.files[rank]))
+            return self._descriptors[rank]
 
     def _entries(self, rank: int) -> Mapping[str, TensorEntry]:
         if rank not in self.inventory.files:

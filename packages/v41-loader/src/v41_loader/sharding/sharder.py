@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from v41_config.parallel_layout import ParallelLayout
+from v41_loader.bounded_jobs import thread_count
 from v41_loader.digests import DigestAlgorithm, digest_of
 from v41_loader.errors import DigestMismatchError, OutputConflictError, ShardingError, SourceChangedError
 from v41_loader.inventory import GroupTotal, Inventory, skipped_groups
@@ -25,7 +26,7 @@ from v41_loader.sharding.manifest import (
 )
 from v41_loader.sharding.output_directory import output_directory
 from v41_loader.sharding.rank_contents import GroupContents, RankContents, rank_contents, rank_file
-from v41_loader.sharding.rank_file_writer import Progress, RankFileWriter, thread_count
+from v41_loader.sharding.rank_file_writer import Progress, RankFileWriter
 from v41_loader.sharding.tensor_copy import tensor_copies
 from v41_loader.source_files import read_span, reopen_source
 

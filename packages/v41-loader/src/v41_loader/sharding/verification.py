@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from v41_loader.bounded_jobs import Job, run_jobs
+from v41_loader.bounded_jobs import Job, run_jobs, thread_count
 from v41_loader.digests import new_digest
 from v41_loader.errors import DigestMismatchError, ManifestError, MissingRankError
 from v41_loader.finite_codes import require_finite
@@ -19,7 +19,7 @@ from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.output_directory import RANK_FILES
 from v41_loader.sharding.part_blocks import BLOCK_BYTES, BlockBuffers
 from v41_loader.sharding.rank_contents import GroupContents, StoredPart
-from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, Progress, thread_count
+from v41_loader.sharding.rank_file_writer import MEMORY_BUDGET, Progress
 from v41_loader.sharding.shard_inventory import ShardInventory, read_shard_inventory
 from v41_loader.sharding.tensor_copy import TensorCopy, tensor_copies
 from v41_loader.source_files import SourceFile, read_into, reopen_source, require_unchanged

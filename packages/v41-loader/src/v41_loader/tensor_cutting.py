@@ -1,4 +1,4 @@
-"""A rank's tensors: read from a checkpoint without reading more, or cut from a tensor in memory."""
+"""Cuts a rank's part from a whole tensor in memory."""
 
 from __future__ import annotations
 
@@ -6,27 +6,10 @@ import torch
 
 from v41_config.model_config import ModelConfig
 from v41_config.parallel_layout import ParallelLayout
-from v41_loader.checkpoint import Checkpoint
 from v41_loader.errors import ShardingError, TensorDtypeError, TensorShapeError
 from v41_loader.expected_tensors import expected_tensor
 from v41_loader.partition import rank_part
 from v41_loader.torch_dtypes import TORCH_DTYPES
-
-
-def rank_tensors(checkpoint: Checkpoint, layout: ParallelLayout, rank: int) -> dict[str, torch.Tensor]:
-    """What one rank holds, under the checkpoint's global names: its heads, output groups and vocabulary rows by TP,
-    its experts by EP, the rest whole.
-
-    Raises:
-        LayoutError, ShardingError: as `rank_part`.
-        CheckpointError: as `Checkpoint.part`.
-    """
-    tensors = {}
-    for name in checkpoint.names:
-        part = rank_part(checkpoint.inventory.tensors[name].expected, checkpoint.config, layout, rank)
-        if part is not None:
-            tensors[name] = checkpoint.part(name, part.axis, part.start, part.stop)
-    return tensors
 
 
 def shard_tensor(
