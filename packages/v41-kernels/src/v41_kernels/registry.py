@@ -65,6 +65,15 @@ def _kernel(
     return KernelOperator(find_operator(name), module, check, tolerance, names, sizes)
 
 
+def _partial_inputs(bound: BoundArguments) -> dict[str, int]:
+    return {"K": bound.tensors["u"].shape[1]}
+
+
+def _output_groups(bound: BoundArguments) -> dict[str, int]:
+    outputs, group_width = bound.tensors["wo_a"].shape
+    return {"OUTPUTS": outputs, "GROUP_WIDTH": group_width}
+
+
 _ROW_STAGES = (
     _kernel("materialize_rope_rows", check=check_positions),
     _kernel("embed"),
@@ -89,6 +98,20 @@ _LINEARS = (
     ),
 )  # fmt: skip
 
+_PROJECTIONS = (
+    _kernel("q_proj_qr", _BF16_ULP),
+    _kernel("q_proj_rope", _BF16_ULP),
+    _kernel("kv_proj_rope", _BF16_ULP),
+    _kernel("compress_ratio_1", _BF16_ULP),
+    _kernel("index_keys", _BF16_ULP),
+    _kernel("index_queries", _BF16_ULP),
+    _kernel("grouped_output", _BF16_ULP, sizes=_output_groups),
+    _kernel(
+        "o_proj", _FP32_SUM, kernel="quantized_linear_fp32", sizes=_partial_inputs,
+        x="u", w="wo_b", w_scale="wo_b_scale", out="output_partial", N="D",
+    ),
+)  # fmt: skip
+
 _EXPERTS = (
     _kernel("gate", _FP32_SUM),
     _kernel("shared_expert", _BF16_ULP),
@@ -96,7 +119,7 @@ _EXPERTS = (
 )
 
 OPERATORS: Mapping[str, KernelOperator] = MappingProxyType(
-    {operator.spec.name: operator for operator in (*_ROW_STAGES, *_LINEARS, *_EXPERTS)}
+    {operator.spec.name: operator for operator in (*_ROW_STAGES, *_LINEARS, *_PROJECTIONS, *_EXPERTS)}
 )
 """Every operator whose kernel compiles, runs and equals its golden."""
 

@@ -23,13 +23,13 @@ def head_products(
     """FP32 `[R, N]`: what head `head`, the `in_group`-th of its group, adds to outputs `output ...`."""
     plain = HEAD_DIM - 2 * HALF_ROPE
     pypto.set_vec_tile_shapes(ROW_TILE, HEAD_DIM)
-    tile = row_tile(o, ROW_TILE, first, rows, HEAD_DIM, head * HEAD_DIM)
-    values = pypto.cast(tile, pypto.DT_FP32)
-    turned = rotated(values[:, plain:HEAD_DIM], cos, sin, HALF_ROPE, ROW_TILE, -1.0)
+    tail = row_tile(o, ROW_TILE, first, rows, 2 * HALF_ROPE, head * HEAD_DIM + plain)
+    turned = rotated(pypto.cast(tail, pypto.DT_FP32), cos, sin, HALF_ROPE, ROW_TILE, -1.0)
     weight = fp8_weight(wo_a, wo_a_scale, output, N, HEAD_DIM, in_group * HEAD_DIM)
     total = product(turned, weight[:, plain:HEAD_DIM])
     if plain:
-        total = total + product(tile[:, 0:plain], weight[:, 0:plain])
+        rest = row_tile(o, ROW_TILE, first, rows, plain, head * HEAD_DIM)
+        total = total + product(rest, weight[:, 0:plain])
     pypto.set_vec_tile_shapes(ROW_TILE, N)
     return total
 
@@ -39,9 +39,7 @@ def make_entry(
 ) -> Callable[..., None]:
     """The entry for `H_local` heads in groups of `GROUP_WIDTH` channels with `OUTPUTS` results in all."""
     width = H_local * HEAD_DIM
-    groups = width // GROUP_WIDTH
-    heads = GROUP_WIDTH // HEAD_DIM
-    rank = OUTPUTS // groups
+    rank = OUTPUTS * GROUP_WIDTH // width
     n_tile = divisor_tile(rank, COLUMN_TILE, 32)
 
     def grouped_output(
@@ -54,7 +52,8 @@ def make_entry(
         u: pypto.Tensor([pypto.DYNAMIC, OUTPUTS], pypto.DT_BF16),
     ):
         active = num_tokens[0]
-        parts = rank // n_tile
+        parts = OUTPUTS * GROUP_WIDTH // width // n_tile
+        heads = GROUP_WIDTH // HEAD_DIM
         for tile in pypto.loop((active + ROW_TILE - 1) // ROW_TILE, name="TILES", idx_name="tile"):
             first = tile * ROW_TILE
             rows = pypto.min(active - first, ROW_TILE)
@@ -65,11 +64,11 @@ def make_entry(
                 column = part * n_tile
                 head = part // parts * heads
                 total = head_products(
-                    o, cos, sin, wo_a, wo_a_scale, first, rows, head, 0, column, n_tile, width // H_local, HALF_ROPE
+                    o, cos, sin, wo_a, wo_a_scale, first, rows, head, 0, column, n_tile, HEAD_DIM, HALF_ROPE
                 )
                 for k in range(1, heads):
                     total = total + head_products(
-                        o, cos, sin, wo_a, wo_a_scale, first, rows, head + k, k, column, n_tile, width // H_local, HALF_ROPE
+                        o, cos, sin, wo_a, wo_a_scale, first, rows, head + k, k, column, n_tile, HEAD_DIM, HALF_ROPE
                     )
                 pypto.assemble(pypto.cast(total, pypto.DT_BF16), [first, column], u)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pypto
 
-from v41_kernels.kernels.rms_norm import inverse_rms
 from v41_kernels.kernels.stages.compensated import compensated_sum
 from v41_kernels.kernels.stages.functions import sigmoid
 from v41_kernels.kernels.stages.linear import divisor_tile, product
+from v41_kernels.kernels.stages.normalisation import inverse_rms
 from v41_kernels.kernels.stages.rows import row_tile, vector_row
 
 ROW_TILE = 8

@@ -2,11 +2,10 @@
 # mypy: disable-error-code="valid-type, no-untyped-def"
 
 from collections.abc import Callable
-from typing import Any
 
 import pypto
 
-from v41_kernels.kernels.stages.compensated import divided, inverse_root, row_sum
+from v41_kernels.kernels.stages.normalisation import normalise
 from v41_kernels.kernels.stages.tile_shapes import tile_columns
 
 ROW_TILE = 8
@@ -14,18 +13,6 @@ COLUMN_TILE = 512
 # Why: 8 x 512 FP32 is 16 KB. The stage keeps x, its squares, a slice of them and what is left, the scale and the
 # weight, so with the incoming BF16 tile it stays below the 192 KB of a 910B vector core's unified buffer (248 KB on a
 # 950). Fewer rows would make more tasks for the same memory traffic.
-
-
-def inverse_rms(x: Any, width: int, eps: float) -> Any:
-    """FP32 `rsqrt(mean(x^2) + eps)` `[R, 1]` of an FP32 tile `[R, width]`, mean and root rounded like the golden's."""
-    return inverse_root(divided(*row_sum(x * x, width), width) + eps)
-
-
-def normalise(x: Any, weight: Any, width: int, eps: float) -> Any:
-    """BF16 `[R, width]` of BF16 `x` `[R, width]` and `weight` `[1, width]`: FP32 until the one rounding."""
-    values = pypto.cast(x, pypto.DT_FP32)
-    scaled = values * inverse_rms(values, width, eps)
-    return pypto.cast(scaled * pypto.cast(weight, pypto.DT_FP32), pypto.DT_BF16)
 
 
 def make_entry(*, D: int, eps: float) -> Callable[..., None]:
