@@ -1,40 +1,60 @@
-"""Attention over each token's own list of entries, with a sink (model.md section 12)."""
+"""Each token's attention over its own list of entries (model.md section 12)."""
 # mypy: disable-error-code="valid-type, no-untyped-def"
 
 from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.attention import CHUNK, attend, attended, running_softmax
-from v41_kernels.kernels.stages.rows import row_tile
+from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, attended, begin
 
 ROW_TILE = 1
 COLUMN_TILE = 64
-# Why: no two tokens attend to the same list, so a tile is one token with all of its heads, and a chunk at a time.
+# Why: a token has a list of its own, so a tile is one token with all its heads: 64 heads x 64 scores are 16 KB, the
+# accumulators 64 x 512 FP32 are 128 KB and move through the unified buffer in columns of 64.
 
 
 def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., None]:
-    """The entry for a rank's heads and lists of `ATTENDED` entries, whose last chunk may be ragged."""
+    """The entry for `H_local` heads and lists of `ATTENDED` entries."""
+    scale = HEAD_DIM**-0.5
+    tail = ATTENDED % CHUNK
 
     def sparse_attention(
         q: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
         kv: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
-        valid: pypto.Tensor([pypto.DYNAMIC, ATTENDED], pypto.DT_INT8),
-        attn_sink: pypto.Tensor([H_local, 1], pypto.DT_FP32),
+        valid: pypto.Tensor([pypto.DYNAMIC, ATTENDED], pypto.DT_BOOL),
+        attn_sink: pypto.Tensor([H_local], pypto.DT_FP32),
         num_tokens: pypto.Tensor([1], pypto.DT_INT32),
         o: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
     ):
         for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
-            softmax = running_softmax(H_local, HEAD_DIM)
-            for chunk in pypto.loop((ATTENDED + CHUNK - 1) // CHUNK, name="CHUNKS", idx_name="chunk"):
-                first = chunk * CHUNK
-                entries = pypto.min(ATTENDED - first, CHUNK)
-                pypto.set_vec_tile_shapes(CHUNK, CHUNK)
-                live = pypto.view(valid, [1, CHUNK], [token, first], valid_shape=[1, entries])
-                live = pypto.cast(pypto.cast(live, pypto.DT_FP16), pypto.DT_FP32)
-                heads = row_tile(q, H_local, token * H_local, H_local, HEAD_DIM)
-                chunk_kv = row_tile(kv, CHUNK, token * ATTENDED + first, entries, HEAD_DIM)
-                attend(softmax, heads, chunk_kv, live, entries, H_local, HEAD_DIM)
-            pypto.assemble(attended(softmax, attn_sink), [token * H_local, 0], o)
+            maximum = pypto.tensor([H_local, 1], pypto.DT_FP32, "maximum")
+            denominator = pypto.tensor([H_local, 1], pypto.DT_FP32, "denominator")
+            accumulator = pypto.tensor([H_local, HEAD_DIM], pypto.DT_FP32, "accumulator")
+            for _once in pypto.loop(1, name="BEGIN", idx_name="once"):
+                begin(maximum, denominator, accumulator, H_local, HEAD_DIM)
+            for chunk in pypto.loop(ATTENDED // CHUNK, name="CHUNKS", idx_name="chunk"):
+                start = chunk * CHUNK
+                pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
+                q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
+                rows = pypto.view(kv, [CHUNK, HEAD_DIM], [token * ATTENDED + start, 0])
+                live = pypto.where(pypto.view(valid, [1, CHUNK], [token, start]), 1.0, 0.0)
+                attend_chunk(
+                    q_tile, rows, live, maximum, denominator, accumulator, H_local, CHUNK, HEAD_DIM, scale
+                )
+            if tail > 0:
+                for _once in pypto.loop(1, name="TAIL", idx_name="once"):
+                    start = ATTENDED - tail
+                    pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
+                    q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
+                    rows = pypto.view(kv, [tail, HEAD_DIM], [token * ATTENDED + start, 0])
+                    live = pypto.where(pypto.view(valid, [1, tail], [token, start]), 1.0, 0.0)
+                    attend_chunk(
+                        q_tile, rows, live, maximum, denominator, accumulator, H_local, tail, HEAD_DIM, scale
+                    )
+            for _once in pypto.loop(1, name="END", idx_name="once"):
+                pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
+                sink = pypto.reshape(attn_sink, [H_local, 1])
+                result = attended(maximum, denominator, accumulator, sink, H_local, HEAD_DIM)
+                pypto.assemble(result, [token * H_local, 0], o)
 
     return sparse_attention
