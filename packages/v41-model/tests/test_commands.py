@@ -67,7 +67,7 @@ def test_generate_stops_at_eos_only_if_asked(
     tiny_directory: Path, requests_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--checkpoint", str(tiny_directory), "--requests", str(requests_file), "--max-new-tokens", "2"]
-    monkeypatch.setattr("v41_model.generation.greedy_tokens", lambda logits: torch.full((len(logits),), 1))
+    monkeypatch.setattr("v41_model.sampling.greedy_tokens", lambda logits: torch.full((len(logits),), 1))
     main(["generate", *options])
     assert capsys.readouterr().out.endswith("request 2 done: 1 1\n")
     main(["generate", *options, "--stop-at-eos"])

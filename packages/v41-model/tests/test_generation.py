@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from v41_config import TINY, ParallelLayout
+from v41_config import ParallelLayout
 from v41_goldens.weights import ModelWeights
 from v41_loader import Checkpoint
 from v41_model.errors import RequestError
 from v41_model.generation import Request, RequestGroup, admit, advance, generate
-from v41_model.page_allocator import PageAllocator, blocks_for_requests
 from v41_model.session import ModelSession
 
 PROMPTS = [[0, 9, 8, 7, 6], [5], [0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
@@ -74,14 +73,18 @@ def test_ids_of_numpy_and_torch_are_integers_too(session: ModelSession) -> None:
         assert generate(session, [prompt], np.int32(2)) == expected  # type: ignore[list-item]
 
 
-def _group(*lengths: int, new_tokens: int = 2) -> RequestGroup:
-    blocks = blocks_for_requests(TINY, [n + new_tokens for n in lengths])
-    allocator = PageAllocator(TINY, blocks, len(lengths), max(lengths) + new_tokens)
-    return RequestGroup(TINY, allocator, [Request(tuple(range(n)), new_tokens) for n in lengths])
+@pytest.fixture(scope="module")
+def single(tiny_checkpoint: Checkpoint) -> ModelSession:
+    return ModelSession.open(tiny_checkpoint, ParallelLayout(1, 1))
 
 
-def test_a_plan_fills_the_rows_in_order() -> None:
-    group = _group(5, 3, 9)
+def _group(session: ModelSession, *lengths: int, new_tokens: int = 2) -> RequestGroup:
+    (group,) = admit(session, [Request(tuple(range(n)), new_tokens) for n in lengths])
+    return group
+
+
+def test_a_plan_fills_the_rows_in_order(single: ModelSession) -> None:
+    group = _group(single, 5, 3, 9)
     planned = group.plan(10)
     assert [count for _, count in planned] == [5, 3, 2]
     batch = group.batch(planned)
@@ -89,22 +92,29 @@ def test_a_plan_fills_the_rows_in_order() -> None:
     assert batch.query_start_loc.tolist() == [0, 5, 8, 10]
     new = group.commit(planned, [40, 41, 42])
     assert [token for _, token in new] == [40, 41], "the third prompt is not complete: its logits are not a choice"
-    following = group.batch(group.plan(10))
-    assert following.token_ids.tolist() == [40, 41, 2, 3, 4, 5, 6, 7, 8]
+    following = group.batch(group.plan(5))
+    assert following.token_ids.tolist() == [40, 41, 2, 3, 4]
     assert following.kv_seq_lens.tolist() == [5, 3, 2]
 
 
-def test_finished_requests_return_their_pages() -> None:
-    group = _group(5, 300, new_tokens=1)
+def test_decoding_requests_go_before_prompts(single: ModelSession) -> None:
+    """A long prompt that was there first does not hold up a request that has its own behind it."""
+    group = _group(single, 9, 3)
+    group.commit([(group.running[1], 3)], [40])
+    assert [(len(r.prompt), count) for r, count in group.plan(4)] == [(9, 3), (3, 1)]
+
+
+def test_finished_requests_return_their_pages(single: ModelSession) -> None:
+    group = _group(single, 5, 300, new_tokens=1)
     free = dict(group.allocator.free_blocks)
-    planned = group.plan()
+    planned = group.plan(400)
     group.batch(planned)
     assert group.allocator.free_blocks != free
     group.commit(planned, [1, 2])
     assert group.running == []
     states = {"c2a_state": 2}
     assert group.allocator.free_blocks == {**free, **states}
-    assert len(group.batch(group.plan()).token_ids) == 0, "an idle group still has a batch"
+    assert len(group.batch(group.plan(400)).token_ids) == 0, "an idle group still has a batch"
 
 
 def test_window_pages_behind_the_window_are_lent_again(tiny_checkpoint: Checkpoint, tiny_weights: ModelWeights) -> None:

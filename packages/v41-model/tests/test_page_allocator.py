@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from v41_config import TINY, build_forward_metadata
 from v41_model.errors import PoolError
-from v41_model.page_allocator import BlockPool, PageAllocator, blocks_for_requests
+from v41_model.page_allocator import BlockPool, PageAllocator
 
 PLENTY = {"window": 20, "c2a_cmp_kv": 20, "c1a_cmp_kv": 20, "c2a_state": 4}
 
@@ -25,7 +25,6 @@ def test_pages_follow_the_ratio() -> None:
     assert allocator.free_blocks == {"window": 17, "c2a_cmp_kv": 19, "c1a_cmp_kv": 17, "c2a_state": 3}
     allocator.grow(row, 258)
     assert allocator.free_blocks["c2a_cmp_kv"] == 18, "the 129th ratio-2 row opens a second page"
-    assert blocks_for_requests(TINY, [258, 1]) == {"window": 4, "c2a_cmp_kv": 2, "c1a_cmp_kv": 4, "c2a_state": 2}
 
 
 def test_a_request_keeps_its_pages_when_its_batch_row_changes() -> None:

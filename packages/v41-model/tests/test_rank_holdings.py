@@ -50,7 +50,7 @@ def _run(session: ModelSession, poison: bool) -> list[Mapping[str, Tensor]]:
     requests = [Request(tuple(range(3, 3 + n)), 2) for n in (9, 4, 18)]
     groups = admit(session, requests)
     if poison:
-        for caches in session._caches.values():
+        for caches in session.caches.values():
             _poison(caches)
     return [merge_captures(step.output.captures) for _ in range(2) for step in advance(session, groups, capture=True)]
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import TINY, LayoutError, MetadataError, ParallelLayout, SlabError, cache_pools
+from v41_config import TINY, CapacityPlan, LayoutError, MetadataError, ParallelLayout, SlabError, cache_pools
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.rope_rows import RopeRows, rope_tables
 from v41_loader import Checkpoint
+from v41_model.cache_budget import CacheBudget
 from v41_model.errors import RankError, RequestError, SessionError
 from v41_model.expert_parallel import expert_owners
 from v41_model.generation import Request, admit, advance
@@ -23,6 +24,7 @@ from v41_model.operators import Operators
 from v41_model.rank_layer import RankStep
 from v41_model.session import ModelSession
 from v41_model.step_batch import StepBatch
+from v41_model.step_limits import StepLimits
 
 TP2 = ParallelLayout(2, 1)
 BLOCKS = {pool.block_table: 1 for pool in cache_pools(TINY)}
@@ -31,7 +33,7 @@ BLOCKS = {pool.block_table: 1 for pool in cache_pools(TINY)}
 @pytest.fixture
 def session(tiny_checkpoint: Checkpoint) -> ModelSession:
     session = ModelSession.open(tiny_checkpoint, TP2)
-    session.allocate(BLOCKS, max_tokens=64)
+    session.allocate(CacheBudget(BLOCKS, 64))
     return session
 
 
@@ -49,6 +51,7 @@ def _batch(ids: list[int], stored: int = 0) -> StepBatch:
 
 def test_a_step_gives_last_or_all_logits(session: ModelSession) -> None:
     (last,) = session.step([_batch([3, 4, 5])])
+    session.reset_request(0, 0)
     (every,) = session.step([_batch([3, 4, 5])], all_logits=True)
     assert last.logits.shape == (1, TINY.vocab_size)
     assert every.logits.shape == (3, TINY.vocab_size)
@@ -61,6 +64,7 @@ def test_a_step_gives_last_or_all_logits(session: ModelSession) -> None:
 def test_reserved_rows_change_nothing(session: ModelSession, capacity: int) -> None:
     """Larger slabs move tokens to other ranks and leave some with padding only."""
     (compact,) = session.step([_batch([3, 4, 5])], all_logits=True, capture=True)
+    session.reset_request(0, 0)
     (reserved,) = session.step([_batch([3, 4, 5])], capacity=capacity, all_logits=True, capture=True)
     assert torch.equal(compact.logits, reserved.logits)
     assert torch.equal(*(merge_captures(o.captures)["layer.09.X"] for o in (compact, reserved)))
@@ -111,7 +115,7 @@ def test_a_failed_step_poisons_the_session(tiny_checkpoint: Checkpoint) -> None:
     assert (requests[0].stored, requests[0].generated) == (0, []), "lengths are committed after success only"
     with pytest.raises(SessionError, match=r"in the fifth layer"):
         advance(session, groups)
-    session.allocate(BLOCKS, 64)
+    session.allocate(CacheBudget(BLOCKS, 64))
     session.step([_batch([3])])
 
 
@@ -119,7 +123,7 @@ def test_positions_of_another_batch_do_not_meet_gathered_rows(session: ModelSess
     """Equal counts are not enough: attention's context must be made from the very batch whose rows are gathered."""
     _, group = _batch([3, 4]).lower(TINY, TP2, 0)
     _, other = _batch([3, 4]).lower(TINY, TP2, 0)
-    context = ForwardContext(TINY, other.metadata, session._caches[0], RopeRows(rope_tables(TINY, 8)))
+    context = ForwardContext(TINY, other.metadata, session.caches[0], RopeRows(rope_tables(TINY, 8)))
     owners = expert_owners(TINY, TP2)
     with pytest.raises(SlabError, match="metadata of another batch"):
         RankStep(TINY, group, context, owners, session.world.communicators[0], session.operators)
@@ -130,7 +134,7 @@ def test_sessions_without_caches_or_closed(tiny_checkpoint: Checkpoint) -> None:
     with pytest.raises(SessionError, match="a call of allocate first"):
         session.step([_batch([3])])
     session.close()
-    for use in (lambda: session.step([_batch([3])]), lambda: session.allocate(BLOCKS, 64)):
+    for use in (lambda: session.step([_batch([3])]), lambda: session.allocate(CacheBudget(BLOCKS, 64))):
         with pytest.raises(SessionError, match="closed"):
             use()
 
@@ -150,8 +154,10 @@ def test_every_rank_of_the_world_needs_a_model(tiny_checkpoint: Checkpoint) -> N
 
 def test_requests_past_the_allocated_length_are_refused_before_the_step(session: ModelSession) -> None:
     """RoPE tables end where `allocate` said; nothing wraps around, and nothing is poisoned."""
+    session.reset_request(0, 0, stored=64)
     with pytest.raises(RequestError, match=r"DP group 0, request 0: expected at most the 64 .*found '65 tokens"):
         session.step([_batch([3], stored=64)])
+    session.reset_request(0, 0, stored=63)
     session.step([_batch([3], stored=63)])
 
 
@@ -172,23 +178,150 @@ def test_requests_past_the_allocated_length_are_refused_before_the_step(session:
 def test_a_refused_allocation_leaves_what_there_was(
     session: ModelSession, blocks: dict[str, int], max_tokens: int, pattern: str
 ) -> None:
-    before = session._caches
+    before = session.caches
     with pytest.raises(SessionError, match=pattern):
-        session.allocate(blocks, max_tokens)
-    assert session._caches is before
+        session.allocate(CacheBudget(blocks, max_tokens))
+    assert session.caches is before
     session.step([_batch([3])])
-    session.allocate({table: np.int64(count) for table, count in BLOCKS.items()}, np.int64(64))
+
+
+def test_numpy_counts_are_counts(session: ModelSession) -> None:
+    session.allocate(CacheBudget({table: np.int64(count) for table, count in BLOCKS.items()}, np.int64(64)))
+    assert session.budget == CacheBudget(BLOCKS, 64)
 
 
 def test_an_allocation_that_fails_half_way_changes_nothing(
     session: ModelSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = (session._caches, session._rope_tables)
+    before = (session.caches, session.budget)
     monkeypatch.setattr("v41_model.session.PagedCaches.allocate", lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
-        session.allocate(BLOCKS, 32)
-    assert (session._caches, session._rope_tables) == before
-    session.step([_batch([3], stored=63)])
+        session.allocate(CacheBudget(BLOCKS, 32))
+    assert (session.caches, session.budget) == before
+    session.step([_batch([3])])
+
+
+def test_a_capacity_plan_is_a_budget(session: ModelSession) -> None:
+    """Caches have the bytes that the plan counts for a card."""
+    plan = CapacityPlan(TINY, ParallelLayout(2, 1), context=700, requests=3)
+    session.allocate(plan)
+    assert session.budget is not None
+    assert session.budget.max_tokens == 700
+    caches = session.caches[0]
+    rows = (*caches.window.values(), *caches.compressed.values(), *caches.index_key.values())
+    held = sum(r.payload.nbytes + r.scale.nbytes for r in rows) + sum(s.nbytes for s in caches.state.values())
+    assert held == plan.section_bytes("caches")
+
+
+class TestStoredTokens:
+    """The session knows what it has stored, and a batch that says otherwise runs nowhere."""
+
+    def test_lengths_count_after_a_step_that_succeeded(self, session: ModelSession) -> None:
+        session.step([_batch([3, 4, 5])])
+        assert session.stored_tokens(0, 0) == 3
+        with pytest.raises(RequestError, match=r"request 0: expected at most the 3 .*found '4 tokens stored"):
+            session.step([_batch([6], stored=4)])
+        session.step([_batch([6], stored=3)])
+        assert session.stored_tokens(0, 0) == 4
+
+    def test_a_failed_step_stores_nothing(self, tiny_checkpoint: Checkpoint) -> None:
+        def failing(*_: object) -> Tensor:
+            raise ZeroDivisionError
+
+        session = ModelSession.open(tiny_checkpoint, TP2, operators=Operators().replace(combine=failing))
+        session.allocate(CacheBudget(BLOCKS, 64))
+        with pytest.raises(RankError):
+            session.step([_batch([3, 4, 5])])
+        assert session.stored_tokens(0, 0) == 0
+
+    def test_a_new_request_needs_a_reset(self, session: ModelSession) -> None:
+        (first,) = session.step([_batch([3, 4, 5])])
+        with pytest.raises(RequestError, match="reset_request for state block 0"):
+            session.step([_batch([3, 4, 5])])
+        session.reset_request(0, 0)
+        (again,) = session.step([_batch([3, 4, 5])])
+        assert torch.equal(first.logits, again.logits)
+
+    def test_rejected_drafts_are_run_over(self, session: ModelSession) -> None:
+        """Six rows, three accepted: the next step begins behind those, and its logits are those of a straight run."""
+        session.step([_batch([3, 4, 5])])
+        session.step([_batch([6, 7, 8, 9, 10, 11], stored=3)])
+        (rolled,) = session.step([_batch([12], stored=6)])
+        session.reset_request(0, 0)
+        (straight,) = session.step([_batch([3, 4, 5, 6, 7, 8, 12])])
+        assert torch.equal(rolled.logits, straight.logits)
+        assert session.stored_tokens(0, 0) == 7
+
+    @pytest.mark.parametrize(("start", "remembered"), [(4, True), (5, False), (6, True), (7, True), (9, True)])
+    def test_a_start_whose_predecessor_is_gone(self, session: ModelSession, start: int, remembered: bool) -> None:
+        """The ring has tokens 5 to 8 of nine: an odd start needs the token before it, an even one needs none."""
+        session.step([_batch([3, 4, 5])])
+        session.step([_batch([6, 7, 8, 9, 10, 11], stored=3)])
+        if remembered:
+            (rolled,) = session.step([_batch([12], stored=start)])
+            session.reset_request(0, 0)
+            (straight,) = session.step([_batch([*range(3, 3 + start), 12])])
+            assert torch.equal(rolled.logits, straight.logits)
+        else:
+            with pytest.raises(RequestError, match="predecessor"):
+                session.step([_batch([12], stored=start)])
+
+    def test_a_slot_written_twice_holds_the_later_token(self, session: ModelSession) -> None:
+        """Back by two and one row on: position 7 went, with its slot, to position 11 of the drafts."""
+        session.step([_batch(list(range(3, 15)))])
+        session.step([_batch([3], stored=10)])
+        session.step([_batch([4], stored=8)])
+        with pytest.raises(RequestError, match="predecessor"):
+            session.step([_batch([5], stored=7)])
+
+    def test_caches_that_somebody_else_has_filled(self, session: ModelSession) -> None:
+        session.step([_batch([3, 4, 5])])
+        session.reset_request(0, 0, stored=3)
+        (moved,) = session.step([_batch([6], stored=3)])
+        session.reset_request(0, 0)
+        (straight,) = session.step([_batch([3, 4, 5, 6])])
+        assert torch.equal(moved.logits, straight.logits)
+
+    def test_what_cannot_be_reset(self, session: ModelSession) -> None:
+        for arguments, pattern in (((1, 0), "dp_rank"), ((0, 1), "state_block"), ((0, 0, 65), "stored"),
+                                   ((0, -1), "state_block"), ((0, True), "state_block")):  # fmt: skip
+            with pytest.raises(SessionError, match=pattern):
+                session.reset_request(*arguments)
+
+
+class TestLimits:
+    def test_sequences(self, tiny_checkpoint: Checkpoint) -> None:
+        session = ModelSession.open(tiny_checkpoint, TP2, limits=StepLimits(sequences=1))
+        session.allocate(CacheBudget(dict.fromkeys(BLOCKS, 2), 64))
+        table = np.array([[0], [1]], dtype=np.int32)
+        two = StepBatch(
+            token_ids=np.array([3, 4], dtype=np.int32),
+            query_start_loc=np.array([0, 1, 2]),
+            kv_seq_lens=np.array([0, 0]),
+            window_block_table=table,
+            compressed_block_tables={1: table, 2: table},
+            state_block_tables={2: table, 4: table},
+        )
+        with pytest.raises(RequestError, match=r"DP group 0: expected at most 1, found '2 sequences'"):
+            session.step([two])
+        session.step([_batch([3])])
+
+    def test_prefill_rows_leave_room_for_decodes(self, tiny_checkpoint: Checkpoint) -> None:
+        session = ModelSession.open(tiny_checkpoint, TP2, limits=StepLimits(prefill_rows=4))
+        session.allocate(CacheBudget(BLOCKS, 64))
+        with pytest.raises(RequestError, match="found '5 prefill rows'"):
+            session.step([_batch([3, 4, 5, 6, 7])])
+        session.step([_batch([3, 4, 5, 6])])
+        session.step([_batch([3, 4, 5, 6, 7, 8], stored=4)])
+        with pytest.raises(RequestError, match="found '7 prefill rows'"):
+            session.step([_batch([3, 4, 5, 6, 7, 8, 9], stored=10)])
+
+    def test_the_contracts_numbers(self) -> None:
+        limits = StepLimits()
+        assert (limits.sequences, limits.prefill_rows, limits.decode_rows) == (32, 4096, 192)
+        for name in ("sequences", "prefill_rows", "decode_rows_per_request"):
+            with pytest.raises(RequestError, match=name):
+                StepLimits(**{name: 0})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """DeepSeek-V4.1-Flash: sequence-parallel forward, serving session, generation and conformance commands."""
 
+from v41_model.cache_budget import CacheBudget
 from v41_model.collective_log import CollectiveKind, CollectiveLog, CollectiveRecord, Site
 from v41_model.communicator import Communicator, ExpertCommunicator, TokenCommunicator
 from v41_model.errors import (
@@ -10,15 +11,18 @@ from v41_model.errors import (
     SessionError,
     WorldError,
 )
-from v41_model.generation import Request, RequestGroup, admit, advance, generate
+from v41_model.generation import NewToken, Request, RequestGroup, admit, advance, generate, stream
 from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
-from v41_model.page_allocator import PageAllocator, blocks_for_requests
+from v41_model.page_allocator import PageAllocator
 from v41_model.rank_forward import RankModel
+from v41_model.sampling import Sampling
 from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch
+from v41_model.step_limits import StepLimits
 
 __all__ = [
+    "CacheBudget",
     "CollectiveKind",
     "CollectiveLog",
     "CollectiveRecord",
@@ -27,6 +31,7 @@ __all__ = [
     "GroupOutput",
     "LocalWorld",
     "ModelSession",
+    "NewToken",
     "Operators",
     "OutputError",
     "PageAllocator",
@@ -36,13 +41,15 @@ __all__ = [
     "Request",
     "RequestError",
     "RequestGroup",
+    "Sampling",
     "SessionError",
     "Site",
     "StepBatch",
+    "StepLimits",
     "TokenCommunicator",
     "WorldError",
     "admit",
     "advance",
-    "blocks_for_requests",
     "generate",
+    "stream",
 ]

@@ -15,6 +15,7 @@ from v41_config import ParallelLayout
 from v41_loader import Checkpoint, open_checkpoint
 from v41_model.errors import OptionError
 from v41_model.session import ModelSession
+from v41_model.step_limits import StepLimits
 
 __all__ = ["Subparsers", "add_checkpoint_options", "add_layout_options", "opened_checkpoint", "opened_session"]
 
@@ -58,7 +59,9 @@ def opened_checkpoint(arguments: argparse.Namespace) -> Iterator[Checkpoint]:
 
 
 @contextmanager
-def opened_session(arguments: argparse.Namespace) -> Iterator[tuple[Checkpoint, ModelSession]]:
+def opened_session(
+    arguments: argparse.Namespace, limits: StepLimits | None = None
+) -> Iterator[tuple[Checkpoint, ModelSession]]:
     """Checkpoint and session of the options, with all ranks in this process."""
     layout = ParallelLayout(arguments.tp, arguments.dp)
     if arguments.threads is not None:
@@ -66,4 +69,4 @@ def opened_session(arguments: argparse.Namespace) -> Iterator[tuple[Checkpoint, 
             raise OptionError("--threads", arguments.threads, f"1 to {MAX_THREADS}")
         torch.set_num_threads(arguments.threads)
     with opened_checkpoint(arguments) as checkpoint:
-        yield checkpoint, ModelSession.open(checkpoint, layout)
+        yield checkpoint, ModelSession.open(checkpoint, layout, limits=limits)

@@ -9,6 +9,7 @@ from v41_model.atomic_file import require_writable
 from v41_model.command_options import Subparsers, add_checkpoint_options, add_layout_options, opened_session
 from v41_model.forward_file import forward_tensors, write_tensors
 from v41_model.request_file import read_request_file
+from v41_model.step_limits import StepLimits
 
 __all__ = ["add_forward_command"]
 
@@ -30,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file and name it."""
     prompts = read_request_file(arguments.requests)
     require_writable(arguments.out)
-    with opened_session(arguments) as (checkpoint, session):
+    one_step = StepLimits(sequences=len(prompts), prefill_rows=sum(map(len, prompts)))
+    with opened_session(arguments, one_step) as (checkpoint, session):
         tensors = forward_tensors(session, prompts, arguments.decode, layers=arguments.capture == "layers")
         metadata = {"layout": f"tp={arguments.tp} dp={arguments.dp}", "capture": arguments.capture}
         if checkpoint.inventory.notice is not None:

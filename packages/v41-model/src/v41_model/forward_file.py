@@ -28,16 +28,20 @@ def forward_tensors(
     ``request.{i}.decode_logits`` FP32 ``[N, V]``; with ``layers`` the prefill's tensors under the keys of a
     conformance file after ``request.{i}.`` (all heads, packed order, top-k as logical entries).
 
-    Errors: :class:`RequestError` for a prompt that cannot be run, or a negative ``decode``.
+    Errors: :class:`RequestError` for a prompt that cannot be run, a negative ``decode``, or more than the session's
+    limits let into one step.
     """
     if decode < 0:
         raise RequestError("decode", decode, "at least 0 steps")
     # the token chosen after the last decode step is never fed: it ends the request
     requests = [Request(tuple(prompt), decode + 1) for prompt in prompts]
     index_of = {id(request): index for index, request in enumerate(requests)}
-    groups = admit(session, requests)
+    rows = sum(map(len, prompts))
+    groups = admit(session, requests, max_rows=rows)
+    if any(group.waiting for group in groups):
+        raise RequestError("requests", f"{len(prompts)} of them", f"at most {session.limits.sequences} in a DP group")
     tensors: dict[str, Tensor] = {}
-    for step in advance(session, groups, sum(map(len, prompts)), all_logits=True, capture=layers):
+    for step in advance(session, groups, rows, all_logits=True, capture=layers):
         merged = merge_captures(step.output.captures) if layers and step.planned else {}
         for row, (request, _) in enumerate(step.planned):
             prefix = f"request.{index_of[id(request)]}."

@@ -3,6 +3,9 @@
 A request takes a *row* when it is admitted and keeps it until it is dropped, whatever its place in a step's batch.
 Window and compressed pages are lent as it grows and window pages come back as soon as they lie wholly behind the
 window. The compressor state block of a request is a stable block of its own, one number for all sources.
+
+A request may be admitted with a *claim*: blocks that are kept free for it, so that it can always grow to its claim
+whatever the others take.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy.typing as npt
 from v41_config import BLOCK_ROWS, CachePool, ModelConfig, SourceTokens, cache_pools, compressed_table
 from v41_model.errors import PoolError
 
-__all__ = ["BlockPool", "PageAllocator", "blocks_for_requests"]
+__all__ = ["BlockPool", "PageAllocator"]
 
 Int32Array = npt.NDArray[np.int32]
 NO_BLOCK = -1
@@ -62,25 +65,48 @@ class BlockPool:
         self._free.extend(blocks.tolist())
 
 
-def blocks_for_requests(config: ModelConfig, lengths: Sequence[int]) -> dict[str, int]:
-    """Blocks per block table that hold requests of these final ``lengths`` in tokens at the same time."""
-    return {
-        pool.block_table: sum(pool.blocks_for(SourceTokens(length)) for length in lengths)
-        for pool in cache_pools(config)
-    }
-
-
 @dataclass(frozen=True)
 class _PagedTable:
     """The blocks of one block table and the table ``[max_requests, pages]`` they fill; ``kind`` is one of its pools.
 
-    ``reached [max_requests]`` counts the pages a request ever had, those freed behind its window included.
+    ``reached [max_requests]`` counts the pages a request ever had, those freed behind its window included, ``held``
+    those it has now, ``claimed`` those it may come to hold whatever others do.
     """
 
     kind: CachePool
     pool: BlockPool
     table: Int32Array
     reached: npt.NDArray[np.int64]
+    held: npt.NDArray[np.int64]
+    claimed: npt.NDArray[np.int64]
+
+    @property
+    def unclaimed(self) -> int:
+        """Free blocks that are kept for nobody."""
+        return self.pool.free_blocks - int(np.maximum(self.claimed - self.held, 0).sum())
+
+    def available(self, row: int) -> int:
+        """Blocks that a request can get now."""
+        return self.unclaimed + max(0, int(self.claimed[row] - self.held[row]))
+
+    def tokens_in(self, pages: int) -> int:
+        """The most tokens whose rows fit ``pages`` pages."""
+        return pages * self.kind.block_tokens + self.kind.compress_ratio - 1
+
+    def lend(self, row: int, pages: int) -> None:
+        """Extend a request to ``pages`` pages, the caller having made sure that they are there."""
+        new = slice(int(self.reached[row]), max(pages, int(self.reached[row])))
+        self.table[row, new] = self.pool.lend(new.stop - new.start)
+        self.held[row] += new.stop - new.start
+        self.reached[row] = new.stop
+
+    def take_back(self, row: int, pages: slice) -> None:
+        """Return the blocks among a request's logical pages."""
+        entries = self.table[row, pages]
+        blocks = entries[entries != NO_BLOCK]
+        self.pool.take_back(blocks)
+        self.held[row] -= len(blocks)
+        self.table[row, pages] = NO_BLOCK
 
 
 class PageAllocator:
@@ -97,8 +123,8 @@ class PageAllocator:
             name, pages = pool.block_table, pool.blocks_for(SourceTokens(max_tokens))
             if name not in self._tables:
                 table = np.full((max_requests, pages), NO_BLOCK, dtype=np.int32)
-                reached = np.zeros(max_requests, dtype=np.int64)
-                self._tables[name] = _PagedTable(pool, BlockPool(name, blocks[name]), table, reached)
+                counts = (np.zeros(max_requests, dtype=np.int64) for _ in range(3))
+                self._tables[name] = _PagedTable(pool, BlockPool(name, blocks[name]), table, *counts)
         self._rows = BlockPool("requests", max_requests)
 
     @property
@@ -106,15 +132,33 @@ class PageAllocator:
         """Free blocks per block table."""
         return {name: paged.pool.free_blocks for name, paged in self._tables.items()}
 
-    def admit(self) -> int:
-        """A row for a new request, with its state block. Errors: :class:`PoolError` when there is none."""
+    def can_admit(self, claim: Mapping[str, int]) -> bool:
+        """Whether there is a row, and as many unclaimed blocks per block table as ``claim`` says."""
+        return self._rows.free_blocks > 0 and all(p.unclaimed >= claim.get(n, 0) for n, p in self._tables.items())
+
+    def admit(self, claim: Mapping[str, int] | None = None) -> int:
+        """A row for a new request, with its state block.
+
+        ``claim`` says how many blocks per block table are kept for it (:func:`blocks_for_request`). Errors:
+        :class:`PoolError` when there is no row or block, which changes nothing.
+        """
         states = [paged for paged in self._tables.values() if not paged.kind.is_paged]
-        for pool in (self._rows, *(p.pool for p in states)):
-            pool.require(1, "a new request")
+        self._rows.require(1, "a new request")
+        for name, paged in self._tables.items():
+            needed = max((claim or {}).get(name, 0), int(paged in states))
+            if needed > paged.unclaimed:
+                raise PoolError(f"pool {name}", *_shortage(paged.unclaimed, paged.pool, needed, "a new request"))
         row = int(self._rows.lend(1)[0])
+        for name, paged in self._tables.items():
+            paged.claimed[row] = (claim or {}).get(name, 0)
         for paged in states:
-            self._extend(paged, row, 1)
+            paged.lend(row, 1)
         return row
+
+    def room(self, row: int) -> int:
+        """The tokens to which a request can grow now."""
+        reach = (p.tokens_in(int(p.reached[row]) + p.available(row)) for p in self._tables.values() if p.kind.is_paged)
+        return min(self.max_tokens, *reach)
 
     def grow(self, row: int, tokens: int) -> None:
         """Lend the pages that ``tokens`` tokens of a request need; all of them, or none and an error.
@@ -125,35 +169,26 @@ class PageAllocator:
             raise PoolError("PageAllocator.grow", f"request row {row}", "a row that was admitted and not dropped")
         if tokens > self.max_tokens:
             raise PoolError(f"request row {row}", f"{tokens} tokens", f"at most {self.max_tokens} tokens")
-        for paged in self._tables.values():
+        for name, paged in self._tables.items():
             missing = paged.kind.blocks_for(SourceTokens(tokens)) - int(paged.reached[row])
-            paged.pool.require(max(0, missing), f"request row {row} at {tokens} tokens")
+            available = paged.available(row)
+            if missing > available:
+                purpose = f"request row {row} at {tokens} tokens"
+                raise PoolError(f"pool {name}", *_shortage(available, paged.pool, missing, purpose))
         for paged in self._tables.values():
-            self._extend(paged, row, paged.kind.blocks_for(SourceTokens(tokens)))
-
-    @staticmethod
-    def _extend(paged: _PagedTable, row: int, pages: int) -> None:
-        new = slice(int(paged.reached[row]), max(pages, int(paged.reached[row])))
-        paged.table[row, new] = paged.pool.lend(new.stop - new.start)
-        paged.reached[row] = new.stop
+            paged.lend(row, paged.kind.blocks_for(SourceTokens(tokens)))
 
     def free_behind_window(self, row: int, tokens: int) -> None:
         """Take back window pages that no token after the first ``tokens`` of a request will read."""
         first_read = max(0, tokens - self.config.sliding_window + 1)
-        self._take_back("window", row, slice(0, first_read // BLOCK_ROWS))
+        self._tables["window"].take_back(row, slice(0, first_read // BLOCK_ROWS))
 
     def drop(self, row: int) -> None:
-        """Return everything a request holds, its row included."""
+        """Return everything a request holds, its row and its claim included."""
         self._rows.take_back(np.array([row], dtype=np.int32))
-        for name, paged in self._tables.items():
-            self._take_back(name, row, slice(None))
-            paged.reached[row] = 0
-
-    def _take_back(self, name: str, row: int, pages: slice) -> None:
-        paged = self._tables[name]
-        entries = paged.table[row, pages]
-        paged.pool.take_back(entries[entries != NO_BLOCK])
-        paged.table[row, pages] = NO_BLOCK
+        for paged in self._tables.values():
+            paged.take_back(row, slice(None))
+            paged.reached[row] = paged.claimed[row] = 0
 
     def window_block_table(self, rows: Sequence[int]) -> Int32Array:
         """``[B, pages]`` of the requests at ``rows``, in that order."""
@@ -168,3 +203,10 @@ class PageAllocator:
         """Per KV source with a compressor state ``[B, 1]``."""
         states = (paged for paged in self._tables.values() if not paged.kind.is_paged)
         return {layer: paged.table[list(rows)] for paged in states for layer in paged.kind.owner_layers}
+
+
+def _shortage(available: int, pool: BlockPool, needed: int, purpose: str) -> tuple[str, str]:
+    """What is found and what is expected of a pool that is full."""
+    claimed = pool.free_blocks - available
+    kept = f", {claimed} of them claimed by other requests" if claimed else ""
+    return f"{pool.free_blocks} of {pool.blocks} blocks free{kept}", f"{needed} free blocks for {purpose}"

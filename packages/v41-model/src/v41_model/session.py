@@ -1,7 +1,8 @@
 """What a serving loop holds: the ranks of this process with their weights and caches, and one call per step.
 
 The caller owns requests, block tables and state blocks (:mod:`v41_model.generation` is such a caller); a session
-owns weights and cache memory and runs all ranks through a step.
+owns weights and cache memory, runs all ranks through a step, and knows how many tokens it has stored. docs/serving.md
+is the contract.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from v41_config import ForwardMetadata, ModelConfig, ParallelLayout, cache_pools
-from v41_config.cache_abi import MAX_BLOCK
+from v41_config import CapacityPlan, ForwardMetadata, ModelConfig, ParallelLayout
+from v41_config.cache_abi import STATE_TABLE
 from v41_goldens.capture import Capture
 from v41_goldens.paged_cache import PagedCaches
 from v41_goldens.rope_rows import RopeTables, rope_tables
 from v41_loader import Checkpoint, rank_tensors
+from v41_model.cache_budget import CacheBudget
 from v41_model.communicator import Communicator
 from v41_model.errors import RequestError, SessionError
 from v41_model.integer_checks import as_integer
@@ -24,6 +26,9 @@ from v41_model.local_world import LocalWorld
 from v41_model.operators import Operators
 from v41_model.rank_forward import RankModel
 from v41_model.step_batch import StepBatch
+from v41_model.step_limits import StepLimits
+from v41_model.stored_tokens import StoredTokens
+from v41_model.world import World
 
 __all__ = ["GroupOutput", "ModelSession"]
 
@@ -53,18 +58,23 @@ class ModelSession:
     """All ranks of a world, ready to step.
 
     A failure inside a step leaves caches in an unknown state: the session is then poisoned and refuses further steps
-    with the reason. What is wrong with a batch itself is found before any rank runs and poisons nothing.
+    with the reason, until it is allocated anew. What is wrong with a batch itself is found before any rank runs and
+    poisons nothing.
     """
 
-    def __init__(self, ranks: Sequence[RankModel], world: LocalWorld, operators: Operators | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RankModel],
+        world: World,
+        operators: Operators | None = None,
+        limits: StepLimits | None = None,
+    ) -> None:
         self.config: ModelConfig = ranks[0].config
         self.world = world
         self.operators = operators or Operators()
+        self.limits = limits or StepLimits()
         self._ranks = {model.rank: model for model in ranks}
-        self._caches: dict[int, PagedCaches] = {}
-        self._blocks: dict[str, int] = {}
-        self._rope_tables: RopeTables | None = None
-        self._max_tokens = 0
+        self._memory: _Memory | None = None
         self._failure: BaseException | None = None
         if sorted(self._ranks) != list(world.local_ranks):
             raise SessionError("ModelSession", sorted(self._ranks), f"one model for each of ranks {world.local_ranks}")
@@ -74,8 +84,9 @@ class ModelSession:
         cls,
         checkpoint: Checkpoint,
         layout: ParallelLayout,
-        world: LocalWorld | None = None,
+        world: World | None = None,
         operators: Operators | None = None,
+        limits: StepLimits | None = None,
     ) -> ModelSession:
         """Load every local rank's part of a checkpoint. ``world`` defaults to all ranks in this process.
 
@@ -87,48 +98,42 @@ class ModelSession:
             RankModel.from_tensors(checkpoint.config, layout, rank, rank_tensors(checkpoint, layout, rank))
             for rank in world.local_ranks
         ]
-        return cls(ranks, world, operators)
+        return cls(ranks, world, operators, limits)
 
     @property
     def layout(self) -> ParallelLayout:
         return self.world.layout
 
-    def allocate(self, blocks: Mapping[str, int], max_tokens: int) -> None:
-        """Cache memory for every rank, dropping what there was.
+    @property
+    def budget(self) -> CacheBudget | None:
+        """The cache memory there is; None before the first :meth:`allocate`."""
+        return None if self._memory is None else self._memory.budget
 
-        ``blocks`` counts 128-row blocks per block table (:func:`v41_config.cache_pools` names them); ``max_tokens``
-        is the longest request, and with it the RoPE tables' capacity. A poisoned session is usable again.
+    @property
+    def caches(self) -> Mapping[int, PagedCaches]:
+        """The caches of each rank of this process; none before the first :meth:`allocate`."""
+        return {} if self._memory is None else self._memory.caches
 
-        Errors: :class:`SessionError` when the session is closed, a block table is missing, unknown or without blocks,
-        or ``max_tokens`` is no length of the model; what there was is untouched then.
+    def allocate(self, budget: CacheBudget | CapacityPlan) -> None:
+        """Cache memory for every rank, dropping what there was. A poisoned session is usable again.
+
+        A :class:`v41_config.CapacityPlan` means the blocks it counts for a card.
+
+        Errors: :class:`SessionError` when the session is closed, or for a budget that the model has no use for; what
+        there was is untouched then.
         """
         if not self._ranks:
             raise SessionError("ModelSession.allocate", "a closed session", "an open one")
-        blocks = self._checked_blocks(blocks)
-        longest = self.config.max_position_embeddings
-        capacity = as_integer(max_tokens)
-        if capacity is None or not 1 <= capacity <= longest:
-            expected = f"1 <= max_tokens <= max_position_embeddings = {longest}"
-            raise SessionError("ModelSession.allocate max_tokens", max_tokens, expected)
-        tables = rope_tables(self.config, capacity)
-        caches = {rank: PagedCaches.allocate(self.config, blocks) for rank in self._ranks}
-        self._caches, self._blocks, self._rope_tables = caches, blocks, tables
-        self._max_tokens, self._failure = capacity, None
-
-    def _checked_blocks(self, blocks: Mapping[str, int]) -> dict[str, int]:
-        known = dict.fromkeys(pool.block_table for pool in cache_pools(self.config))
-        if set(blocks) != set(known):
-            raise SessionError(
-                "ModelSession.allocate blocks", sorted(blocks), f"a count for each of {', '.join(known)}"
-            )
-        checked = {}
-        for table, given in blocks.items():
-            count = as_integer(given)
-            if count is None or not 1 <= count <= MAX_BLOCK:
-                where = f"ModelSession.allocate blocks[{table}]"
-                raise SessionError(where, given, f"an integer from 1 to {MAX_BLOCK}")
-            checked[table] = count
-        return checked
+        if isinstance(budget, CapacityPlan):
+            budget = CacheBudget.from_plan(budget)
+        budget = budget.checked(self.config)
+        self._memory = _Memory(
+            budget,
+            rope_tables(self.config, budget.max_tokens),
+            {rank: PagedCaches.allocate(self.config, budget.blocks) for rank in self._ranks},
+            [StoredTokens(self.config, budget.blocks.get(STATE_TABLE, 0)) for _ in range(self.layout.dp)],
+        )
+        self._failure = None
 
     def step(
         self,
@@ -142,34 +147,39 @@ class ModelSession:
 
         Prefill, chunked prefill, decode and mixtures are the same call. Logits are those of each request's last row
         in the step, or of every row with ``all_logits``. ``capacity`` reserves the slabs of that many rows per DP
-        group; by default slabs follow each group's own rows.
+        group; by default slabs follow each group's own rows. Lengths count as stored only when all ranks succeeded.
 
-        Errors: :class:`SessionError` when the session is poisoned or has no caches; what :meth:`StepBatch.lower`
-        raises for a batch that does not fit, :class:`RequestError` for a request that outgrows ``max_tokens``;
-        :class:`WorldError` from the ranks.
+        Errors: :class:`SessionError` when the session is poisoned or has no caches; :class:`RequestError` for a batch
+        that exceeds :attr:`limits`, outgrows the budget's ``max_tokens`` or contradicts what is stored; what
+        :meth:`StepBatch.lower` raises for one that does not fit; :class:`WorldError` from the ranks.
         """
-        tables = self._ready(batches)
-        lowered = [
-            batch.lower(self.config, self.layout, dp_rank, capacity=capacity, pool_blocks=self._blocks)
-            for dp_rank, batch in enumerate(batches)
-        ]
-        for dp_rank, (_, group) in enumerate(lowered):
-            self._check_lengths(dp_rank, group.metadata)
+        memory = self._ready(batches)
+        lowered = []
+        for dp_rank, batch in enumerate(batches):
+            where = f"step batch, DP group {dp_rank}"
+            self.limits.check(where, batch)
+            lowered.append(
+                batch.lower(self.config, self.layout, dp_rank, capacity=capacity, pool_blocks=memory.budget.blocks)
+            )
+            _check_lengths(where, lowered[-1][1].metadata, memory.budget.max_tokens)
+            memory.stored[dp_rank].check(where, batch)
 
-        def rank_program(communicator: Communicator) -> tuple[Tensor, Capture | None]:
+        def rank_program(communicator: Communicator) -> tuple[Tensor | None, dict[str, Tensor] | None]:
             token_ids, group = lowered[self.layout.dp_rank(communicator.rank)]
             recorder = Capture() if capture else None
             logits = self._ranks[communicator.rank].forward(
                 communicator,
                 token_ids,
                 group,
-                self._caches[communicator.rank],
-                tables,
-                operators=self.operators,
+                memory.caches[communicator.rank],
+                memory.rope_tables,
+                operators=self.operators.at(None),
                 all_logits=all_logits,
                 capture=recorder,
             )
-            return logits, recorder
+            # equal on all ranks of the group: one of them tells
+            told = logits if self.layout.tp_rank(communicator.rank) == 0 else None
+            return told, None if recorder is None else recorder.tensors
 
         try:
             results = self.world.run(rank_program)
@@ -177,34 +187,77 @@ class ModelSession:
             self._failure = error
             raise
         outputs = []
-        for _, group in lowered:
+        for dp_rank, (_, group) in enumerate(lowered):
+            memory.stored[dp_rank].commit(batches[dp_rank])
             ranks = [results[rank] for rank in group.mapping.ranks]
-            captures = tuple(recorder for _, recorder in ranks if recorder is not None)
-            outputs.append(GroupOutput(ranks[0][0], all_logits, captures, group.metadata))
+            logits = ranks[0][0]
+            assert logits is not None
+            captures = tuple(Capture(tensors) for _, tensors in ranks if tensors is not None)
+            outputs.append(GroupOutput(logits, all_logits, captures, group.metadata))
         return outputs
+
+    def reset_request(self, dp_rank: int, state_block: int, stored: int = 0) -> None:
+        """The request in a state block is over; the next one there starts at position ``stored``.
+
+        ``stored`` above 0 is for a request whose caches somebody else has filled. No bytes are cleared: nothing reads
+        those of an earlier request.
+
+        Errors: :class:`SessionError` without caches, and for a group, block or length that there is not.
+        """
+        if self._memory is None:
+            raise SessionError("ModelSession.reset_request", "no caches", "a call of allocate first")
+        blocks = self._memory.stored[0].blocks
+        for name, value, bound in (
+            ("dp_rank", dp_rank, self.layout.dp),
+            ("state_block", state_block, blocks),
+            ("stored", stored, self._memory.budget.max_tokens + 1),
+        ):
+            number = as_integer(value)
+            if number is None or not 0 <= number < bound:
+                raise SessionError(f"ModelSession.reset_request {name}", value, f"0 <= {name} < {bound}")
+        self._memory.stored[dp_rank].reset(state_block, stored)
+
+    def stored_tokens(self, dp_rank: int, state_block: int) -> int:
+        """Tokens that steps have stored of the request in a state block, since it was reset."""
+        return 0 if self._memory is None else self._memory.stored[dp_rank].length(state_block)
 
     def close(self) -> None:
         """Release weights and caches; the session cannot be used again."""
         self._ranks.clear()
-        self._caches.clear()
-        self._rope_tables = None
+        self._memory = None
         self._failure = SessionError("ModelSession", "a closed session", "an open one")
 
-    def _check_lengths(self, dp_rank: int, metadata: ForwardMetadata[Tensor]) -> None:
-        too_long = (metadata.new_kv_seq_lens > self._max_tokens).nonzero().flatten()
-        if len(too_long):
-            request = int(too_long[0])
-            where = f"step batch, DP group {dp_rank}, request {request}"
-            found = f"{int(metadata.new_kv_seq_lens[request])} tokens after the step"
-            raise RequestError(where, found, f"at most the {self._max_tokens} that allocate was given")
+    def __enter__(self) -> ModelSession:
+        return self
 
-    def _ready(self, batches: Sequence[StepBatch]) -> RopeTables:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ready(self, batches: Sequence[StepBatch]) -> _Memory:
         if self._failure is not None:
             raise SessionError(
                 "ModelSession.step", str(self._failure) or repr(self._failure), "a session in which no step has failed"
             )
-        if self._rope_tables is None:
+        if self._memory is None:
             raise SessionError("ModelSession.step", "no caches", "a call of allocate first")
         if len(batches) != self.layout.dp:
             raise SessionError("ModelSession.step", f"{len(batches)} batches", f"one for each of dp={self.layout.dp}")
-        return self._rope_tables
+        return self._memory
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What one allocation made: caches by rank, tables, and the stored lengths of each DP group."""
+
+    budget: CacheBudget
+    rope_tables: RopeTables
+    caches: Mapping[int, PagedCaches]
+    stored: Sequence[StoredTokens]
+
+
+def _check_lengths(where: str, metadata: ForwardMetadata[Tensor], max_tokens: int) -> None:
+    too_long = (metadata.new_kv_seq_lens > max_tokens).nonzero().flatten()
+    if len(too_long):
+        request = int(too_long[0])
+        found = f"{int(metadata.new_kv_seq_lens[request])} tokens after the step"
+        raise RequestError(f"{where}, request {request}", found, f"at most the {max_tokens} of the cache budget")
