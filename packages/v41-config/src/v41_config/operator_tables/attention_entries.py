@@ -6,8 +6,9 @@ Both phases of a mode take the same operands: prefill, chunked prefill and decod
 from __future__ import annotations
 
 from v41_config.layer_plan import AttentionMode
-from v41_config.operator_spec import OperatorSpec, TensorSpec
+from v41_config.operator_spec import ConstantSpec, OperatorSpec, TensorSpec
 from v41_config.operator_tables.attention_stages import (
+    CANDIDATE_CONSTANTS,
     COMPRESSOR_STATE,
     KEPT_BLOCKS,
     SCORE_BUDGET,
@@ -97,19 +98,23 @@ def _operands(mode: AttentionMode) -> tuple[TensorSpec, ...]:
     )
 
 
+def _constants(mode: AttentionMode) -> tuple[ConstantSpec, ...]:
+    """Constants of the selection: the score budget, and the candidate blocks of the modes that know them."""
+    candidates = {AttentionMode.C1A_FULL: CANDIDATE_CONSTANTS, AttentionMode.C1A_REINDEX: CANDIDATE_CONSTANTS[:1]}
+    return (SCORE_BUDGET, *candidates.get(mode, ())) if mode in _SELECTORS else ()
+
+
 def _attention(phase: str, mode: AttentionMode) -> OperatorSpec:
-    budget = (SCORE_BUDGET,) if mode in _SELECTORS else ()
     return OperatorSpec(
         f"{phase}_attn_{mode.value}",
         (X, *_operands(mode), writes("output_partial", "float32", "T", "D")),
-        (NUM_TOKENS, EPS, *budget),
+        (NUM_TOKENS, EPS, *_constants(mode)),
         f"{_DOCS[mode]}; FP32 partial of this rank's heads (model.md sections 8 to 13).",
     )
 
 
 def _half_layer(phase: str, mode: AttentionMode, sharded: bool) -> OperatorSpec:
     rows = "T_local" if sharded else "T"
-    budget = (SCORE_BUDGET,) if mode in _SELECTORS else ()
     wiring = (
         "the residual stays in token slabs: AllGather of the normed input, ReduceScatter of the partials"
         if sharded
@@ -127,7 +132,7 @@ def _half_layer(phase: str, mode: AttentionMode, sharded: bool) -> OperatorSpec:
             writes("x_hc_out", "bfloat16", rows, "HC", "D"),
             writes("next_pre_mix", "float32", rows, "HC"),
         ),
-        (NUM_TOKENS, *HC_CONSTANTS, *budget),
+        (NUM_TOKENS, *HC_CONSTANTS, *_constants(mode)),
         f"{mode.title} between hyper-connections, {wiring} (model.md sections 5 and 18).",
     )
 

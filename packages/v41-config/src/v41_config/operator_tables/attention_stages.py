@@ -10,6 +10,11 @@ MAX_LOGITS_BYTES = 512 << 20
 
 SCORE_BUDGET = ConstantSpec("max_logits_bytes", MAX_LOGITS_BYTES)
 
+CANDIDATE_CONSTANTS = (
+    ConstantSpec("candidate_block_size", "candidate_block_size"),
+    ConstantSpec("candidate_topk_blocks", "candidate_topk_blocks"),
+)
+
 X = reads("x", "bfloat16", "T", "D")
 _QR = reads("qr", "bfloat16", "T", "Q_LORA")
 
@@ -155,7 +160,7 @@ _INDEXER = (
             KEPT_BLOCKS,
             writes("block_scores", "bfloat16", "T", "CANDIDATE_BLOCKS"),
         ),
-        (NUM_TOKENS,),
+        (NUM_TOKENS, *CANDIDATE_CONSTANTS),
         "The best blocks of each token by their best entry; the block of the newest visible entry is always kept "
         "(model.md section 11).",
     ),
@@ -168,13 +173,13 @@ _INDEXER = (
     OperatorSpec(
         "hierarchical_sparse_indexer_c1a_full",
         (*_SELECTION, KEPT_BLOCKS, TOPK_ROWS),
-        (NUM_TOKENS, SCORE_BUDGET),
+        (NUM_TOKENS, SCORE_BUDGET, *CANDIDATE_CONSTANTS),
         "The same, and the candidate blocks that later layers are restricted to (model.md sections 10 and 11).",
     ),
     OperatorSpec(
         "hierarchical_sparse_indexer_c1a_reindex",
         (*_SELECTION, reads("kept_blocks", "bool", "T", "CANDIDATE_BLOCKS"), TOPK_ROWS),
-        (NUM_TOKENS, SCORE_BUDGET),
+        (NUM_TOKENS, SCORE_BUDGET, CANDIDATE_CONSTANTS[0]),
         "The same inside the candidate blocks alone (model.md sections 10 and 11).",
     ),
 )
