@@ -104,7 +104,13 @@ _PROJECTIONS = (
     _kernel("kv_proj_rope", _BF16_ULP),
     _kernel("compress_ratio_1", _BF16_ULP),
     _kernel("index_keys", _BF16_ULP),
+    _kernel("compress_ratio_2", _BF16_ULP),
     _kernel("index_queries", _BF16_ULP),
+    _kernel("publish_window_kv"),
+    _kernel("publish_compressed_kv"),
+    _kernel("publish_index_key"),
+    _kernel("candidate_blocks"),
+    _kernel("sparse_attention", _BF16_ULP),
     _kernel("grouped_output", _BF16_ULP, sizes=_output_groups),
     _kernel(
         "o_proj", _FP32_SUM, kernel="quantized_linear_fp32", sizes=_partial_inputs,
@@ -115,6 +121,7 @@ _PROJECTIONS = (
 _EXPERTS = (
     _kernel("gate", _FP32_SUM),
     _kernel("shared_expert", _BF16_ULP),
+    _kernel("routed_experts", _BF16_ULP),
     _kernel("combine"),
 )
 

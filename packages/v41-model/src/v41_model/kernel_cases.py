@@ -196,6 +196,52 @@ def _gate_ties(t: dict[str, Tensor], config: ModelConfig, generator: torch.Gener
     return {"gate_weight": weight, "gate_bias": bias}
 
 
+def _slots(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Distinct rows of the pool in random order, a third of them -1."""
+    count = len(t["slots"])
+    slots = torch.randperm(256, generator=generator)[:count]
+    slots[::3] = -1
+    return {"slots": slots}
+
+
+def _pairs(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Two requests; the first one goes on from an odd position, so that its first token closes a remembered pair."""
+    count = len(t["x"])
+    split = count // 2 + 1 if count else 0
+    positions = torch.cat([torch.arange(split) + 5, torch.arange(count - split)]).to(torch.int32)
+    return {
+        "query_start_loc": torch.tensor([0, split, count], dtype=torch.int32),
+        "position_ids": positions,
+        "token_to_req_indices": (torch.arange(count) >= split).to(torch.int32),
+        "state_block_table": torch.tensor([[2], [0]], dtype=torch.int32),
+        "compressor_source_token_indices": (positions % 2 == 1).nonzero().flatten().to(torch.int32),
+        "latent": t["latent"][: int((positions % 2 == 1).sum())],
+    }
+
+
+def _scores(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Scores on a coarse grid, so that blocks tie; entries a token does not see are -inf, and some see none."""
+    count, entries = t["scores"].shape
+    scores = torch.randint(-8, 8, (count, entries), generator=generator).float() * 0.25
+    lens = torch.randint(0, entries + 1, (count,), generator=generator, dtype=torch.int32)
+    lens[::4] = 0
+    scores[torch.arange(entries) >= lens.unsqueeze(-1)] = -torch.inf
+    return {"scores": scores.bfloat16(), "compressed_lens": lens}
+
+
+def _lists(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Lists with holes, one of them empty; entries that do not count are NaN."""
+    t["valid"][1::4] = False
+    t["kv"][~t["valid"]] = torch.nan
+    return {"attn_sink": torch.randn(t["attn_sink"].shape, generator=generator)}
+
+
+def _expert_rows(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    ids = torch.randint(0, config.n_routed_experts, t["row_expert_ids"].shape, generator=generator, dtype=torch.int32)
+    ids[::5] = -1
+    return {"row_expert_ids": ids, "row_route_weights": torch.rand(ids.shape, generator=generator)}
+
+
 _SPECIAL: Mapping[str, Special] = {
     "materialize_rope_rows": _positions,
     "embed": _tokens,
@@ -204,5 +250,12 @@ _SPECIAL: Mapping[str, Special] = {
     "greedy": _ties,
     "combine": _routes,
     "gate": _gate_ties,
+    "publish_window_kv": _slots,
+    "publish_compressed_kv": _slots,
+    "publish_index_key": _slots,
+    "compress_ratio_2": _pairs,
+    "candidate_blocks": _scores,
+    "sparse_attention": _lists,
+    "routed_experts": _expert_rows,
 }
 """Operands that mean something beyond their dtype."""

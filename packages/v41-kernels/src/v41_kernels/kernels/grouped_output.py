@@ -34,9 +34,7 @@ def head_products(
     return total
 
 
-def make_entry(
-    *, H_local: int, HEAD_DIM: int, HALF_ROPE: int, OUTPUTS: int, GROUP_WIDTH: int
-) -> Callable[..., None]:
+def make_entry(*, H_local: int, HEAD_DIM: int, HALF_ROPE: int, OUTPUTS: int, GROUP_WIDTH: int) -> Callable[..., None]:
     """The entry for `H_local` heads in groups of `GROUP_WIDTH` channels with `OUTPUTS` results in all."""
     width = H_local * HEAD_DIM
     rank = OUTPUTS * GROUP_WIDTH // width

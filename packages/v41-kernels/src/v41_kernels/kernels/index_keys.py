@@ -31,7 +31,9 @@ def make_entry(*, HEAD_DIM: int, INDEX_DIM: int, HALF_ROPE: int, eps: float) -> 
             first = tile * ROW_TILE
             rows = pypto.min(groups - first, ROW_TILE)
             pypto.set_vec_tile_shapes(ROW_TILE, min(HEAD_DIM, COLUMN_TILE))
-            projected = bf16_projection(row_tile(latent, ROW_TILE, first, rows, HEAD_DIM), index_wk, ROW_TILE, INDEX_DIM)
+            projected = bf16_projection(
+                row_tile(latent, ROW_TILE, first, rows, HEAD_DIM), index_wk, ROW_TILE, INDEX_DIM
+            )
             key = normalise(projected, vector_row(index_k_norm, INDEX_DIM), INDEX_DIM, eps)
             cos = row_tile(compressed_rope_cos, ROW_TILE, first, rows, HALF_ROPE)
             sin = row_tile(compressed_rope_sin, ROW_TILE, first, rows, HALF_ROPE)

@@ -24,9 +24,7 @@ def fp4_and_back(head: Any, R: int, rows: Any, width: int) -> Any:
     return pypto.reshape(quantised_index(groups), [R, width], valid_shape=[rows, width])
 
 
-def make_entry(
-    *, D: int, Q_LORA: int, INDEX_HEADS: int, INDEX_DIM: int, HALF_ROPE: int
-) -> Callable[..., None]:
+def make_entry(*, D: int, Q_LORA: int, INDEX_HEADS: int, INDEX_DIM: int, HALF_ROPE: int) -> Callable[..., None]:
     """The entry for `INDEX_HEADS` heads of `INDEX_DIM` channels; the heads of a token lie side by side."""
     width = INDEX_HEADS * INDEX_DIM
     weight_scale = INDEX_DIM**-0.5 * INDEX_HEADS**-0.5

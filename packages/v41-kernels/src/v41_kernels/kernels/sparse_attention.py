@@ -38,9 +38,7 @@ def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., N
                 q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
                 rows = pypto.view(kv, [CHUNK, HEAD_DIM], [token * ATTENDED + start, 0])
                 live = pypto.where(pypto.view(valid, [1, CHUNK], [token, start]), 1.0, 0.0)
-                attend_chunk(
-                    q_tile, rows, live, maximum, denominator, accumulator, H_local, CHUNK, HEAD_DIM, scale
-                )
+                attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H_local, CHUNK, HEAD_DIM, scale)
             if tail > 0:
                 for _once in pypto.loop(1, name="TAIL", idx_name="once"):
                     start = ATTENDED - tail
@@ -48,9 +46,7 @@ def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., N
                     q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
                     rows = pypto.view(kv, [tail, HEAD_DIM], [token * ATTENDED + start, 0])
                     live = pypto.where(pypto.view(valid, [1, tail], [token, start]), 1.0, 0.0)
-                    attend_chunk(
-                        q_tile, rows, live, maximum, denominator, accumulator, H_local, tail, HEAD_DIM, scale
-                    )
+                    attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H_local, tail, HEAD_DIM, scale)
             for _once in pypto.loop(1, name="END", idx_name="once"):
                 pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
                 sink = pypto.reshape(attn_sink, [H_local, 1])

@@ -13,7 +13,9 @@ def places(half: int, odd: int) -> Any:
     pairs = column_indices(half)
     pypto.set_vec_tile_shapes(2 * half, max(half, 16))
     pairs = pypto.expand_clone(pairs, [2 * half, half])
-    channels = pypto.cast(pypto.reshape(pypto.cast(pypto.arange(2 * half), pypto.DT_FP32), [2 * half, 1]), pypto.DT_FP32)
+    channels = pypto.cast(
+        pypto.reshape(pypto.cast(pypto.arange(2 * half), pypto.DT_FP32), [2 * half, 1]), pypto.DT_FP32
+    )
     return pypto.cast(pypto.where(pypto.eq(pairs * 2.0 + float(odd), channels), 1.0, 0.0), pypto.DT_BF16)
 
 
@@ -34,7 +36,9 @@ def rotated(values: Any, cos: Any, sin: Any, half: int, R: int, direction: float
     return interleaved(new_even, new_odd, half, R)
 
 
-def write_rotated(tile: Any, cos: Any, sin: Any, out: Any, row: Any, column: Any, R: int, width: int, half: int) -> None:
+def write_rotated(
+    tile: Any, cos: Any, sin: Any, out: Any, row: Any, column: Any, R: int, width: int, half: int
+) -> None:
     """Writes a BF16 tile `[R, width]` at `out[row, column]`, its last `2 * half` channels rotated."""
     start = width - 2 * half
     values = pypto.cast(tile, pypto.DT_FP32)
