@@ -8,6 +8,7 @@ import pypto
 
 from v41_kernels.kernels.stages.rows import column_indices, row_tile
 from v41_kernels.kernels.stages.selection import NOTHING, best_scores, cutoff, taken
+from v41_kernels.kernels.stages.tile_shapes import tile_columns
 
 ROW_TILE = 1
 COLUMN_TILE = 1024
@@ -54,7 +55,7 @@ def make_entry(
             best = pypto.tensor([1, K], pypto.DT_FP32, "best")
             base = pypto.tensor([1, 1], pypto.DT_FP32, "base")
             seen = pypto.tensor([1, 1], pypto.DT_FP32, "seen")
-            pypto.set_vec_tile_shapes(ROW_TILE, max(K, 16))
+            pypto.set_vec_tile_shapes(ROW_TILE, tile_columns(K, K + 16))
             best[:] = pypto.full([1, K], NOTHING, pypto.DT_FP32)
             base[:] = pypto.full([1, 1], 0.0, pypto.DT_FP32)
             seen[:] = pypto.full([1, 1], 0.0, pypto.DT_FP32)
@@ -75,10 +76,10 @@ def make_entry(
                 last, room = cutoff(best, K)
                 pypto.set_vec_tile_shapes(ROW_TILE, C)
                 shown = pypto.view(block_scores, [1, C], [token, first], valid_shape=[1, count])
-                chosen, equal = taken(pypto.cast(shown, pypto.DT_FP32), last, room, seen, C)
-                pypto.assemble(
-                    pypto.cast(pypto.cast(chosen, pypto.DT_FP16), pypto.DT_INT8), [token, first], kept_blocks
-                )
+                blocks = pypto.fillpad(pypto.cast(shown, pypto.DT_FP32), "constant", NOTHING)
+                chosen, equal = taken(blocks, last, room, seen, C)
+                mask = pypto.view(pypto.cast(chosen, pypto.DT_FP16), [1, C], [0, 0], valid_shape=[1, count])
+                pypto.assemble(pypto.cast(mask, pypto.DT_INT8), [token, first], kept_blocks)
                 seen[:] = equal
 
     return candidate_blocks

@@ -9,12 +9,14 @@ from typing import Any
 
 import pypto
 
+from v41_kernels.kernels.stages.tile_shapes import tile_columns
+
 NOTHING = float("-inf")
 
 
 def best_scores(best: Any, scores: Any, K: int, C: int) -> Any:
     """FP32 `[1, K]`: the best of FP32 `best` `[1, K]` and `scores` `[1, C]`, in descending order."""
-    pypto.set_vec_tile_shapes(1, K + C)
+    pypto.set_vec_tile_shapes(1, tile_columns(K + C, K + C + 16))
     together = pypto.concat([best, scores], -1)
     values, _ = pypto.topk(together, K, -1, True)
     return values
@@ -22,7 +24,7 @@ def best_scores(best: Any, scores: Any, K: int, C: int) -> Any:
 
 def cutoff(best: Any, K: int) -> tuple[Any, Any]:
     """The `K`-th best score `[1, 1]`, and how many entries equal to it are taken `[1, 1]`."""
-    pypto.set_vec_tile_shapes(1, max(K, 16))
+    pypto.set_vec_tile_shapes(1, tile_columns(K, K + 16))
     last = pypto.amin(best, -1, keepdim=True)
     above = pypto.sum(pypto.where(pypto.gt(best, last), 1.0, 0.0), -1, keepdim=True)
     return last, above * (-1.0) + float(K)
