@@ -14,6 +14,8 @@ from v41_model.command_options import Subparsers
 from v41_model.conform_command import add_conform_command
 from v41_model.forward_command import add_forward_command
 from v41_model.generate_command import add_generate_command
+from v41_model.traffic_command import add_traffic_command
+from v41_model.world_options import printed_once
 
 __all__ = ["main"]
 
@@ -21,6 +23,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     add_generate_command,
     add_forward_command,
     add_conform_command,
+    add_traffic_command,
 )
 
 
@@ -33,4 +36,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add_command in COMMANDS:
         add_command(subparsers)
     arguments = parser.parse_args(argv)
-    return run_command("v41-model", lambda: arguments.run(arguments))
+    with printed_once():
+        return run_command("v41-model", lambda: arguments.run(arguments))

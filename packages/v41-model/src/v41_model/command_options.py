@@ -16,8 +16,17 @@ from v41_loader import Checkpoint, open_checkpoint
 from v41_model.errors import OptionError
 from v41_model.session import ModelSession
 from v41_model.step_limits import StepLimits
+from v41_model.world_options import add_world_options, first_wiring, opened_world
 
-__all__ = ["Subparsers", "add_checkpoint_options", "add_layout_options", "opened_checkpoint", "opened_session"]
+__all__ = [
+    "Subparsers",
+    "add_checkpoint_options",
+    "add_layout_options",
+    "add_requests_option",
+    "opened_checkpoint",
+    "opened_session",
+    "set_threads",
+]
 
 MAX_THREADS = 1024
 """More than a machine has; torch would take any number and fail to start them, or not return."""
@@ -37,16 +46,29 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    """``--requests``, ``--tp``, ``--dp`` and ``--threads``."""
+def add_requests_option(parser: argparse.ArgumentParser) -> None:
+    """``--requests``."""
     parser.add_argument(
         "--requests", type=Path, required=True, metavar="FILE.json", help='{"requests": [[token ids], ...]}'
     )
-    parser.add_argument("--tp", type=int, default=1, help="ranks that share attention (default 1)")
-    parser.add_argument("--dp", type=int, default=1, help="groups that share the requests (default 1)")
+
+
+def add_layout_options(parser: argparse.ArgumentParser, tp: int = 1, dp: int = 1) -> None:
+    """``--tp`` and ``--dp`` with their defaults, ``--threads``, and the world's options."""
+    parser.add_argument("--tp", type=int, default=tp, help=f"ranks that share attention (default {tp})")
+    parser.add_argument("--dp", type=int, default=dp, help=f"groups that share the requests (default {dp})")
     parser.add_argument(
         "--threads", type=int, metavar="N", help="threads of an operator (default: torch's choice); 1 is best for TINY"
     )
+    add_world_options(parser)
+
+
+def set_threads(arguments: argparse.Namespace) -> None:
+    """Obey ``--threads``. Errors: :class:`OptionError`."""
+    if arguments.threads is not None:
+        if not 1 <= arguments.threads <= MAX_THREADS:
+            raise OptionError("--threads", arguments.threads, f"1 to {MAX_THREADS}")
+        torch.set_num_threads(arguments.threads)
 
 
 @contextmanager
@@ -62,11 +84,8 @@ def opened_checkpoint(arguments: argparse.Namespace) -> Iterator[Checkpoint]:
 def opened_session(
     arguments: argparse.Namespace, limits: StepLimits | None = None
 ) -> Iterator[tuple[Checkpoint, ModelSession]]:
-    """Checkpoint and session of the options, with all ranks in this process."""
+    """Checkpoint and session of the options, with all ranks in this process or, under torchrun, one of them."""
     layout = ParallelLayout(arguments.tp, arguments.dp)
-    if arguments.threads is not None:
-        if not 1 <= arguments.threads <= MAX_THREADS:
-            raise OptionError("--threads", arguments.threads, f"1 to {MAX_THREADS}")
-        torch.set_num_threads(arguments.threads)
-    with opened_checkpoint(arguments) as checkpoint:
-        yield checkpoint, ModelSession.open(checkpoint, layout, limits=limits)
+    set_threads(arguments)
+    with opened_world(arguments, layout) as world, opened_checkpoint(arguments) as checkpoint:
+        yield checkpoint, ModelSession.open(checkpoint, layout, world, limits=limits, wiring=first_wiring(arguments))

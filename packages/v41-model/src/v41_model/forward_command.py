@@ -6,10 +6,19 @@ import argparse
 from pathlib import Path
 
 from v41_model.atomic_file import require_writable
-from v41_model.command_options import Subparsers, add_checkpoint_options, add_layout_options, opened_session
+from v41_model.command_options import (
+    Subparsers,
+    add_checkpoint_options,
+    add_layout_options,
+    add_requests_option,
+    opened_session,
+)
 from v41_model.forward_file import forward_tensors, write_tensors
 from v41_model.request_file import read_request_file
 from v41_model.step_limits import StepLimits
+from v41_model.wiring import Wiring
+from v41_model.wiring_comparison import different_tensors, verdict
+from v41_model.world_options import BOTH, add_wiring_option
 
 __all__ = ["add_forward_command"]
 
@@ -18,7 +27,9 @@ def add_forward_command(subparsers: Subparsers) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("forward", help="write logits of every position, optionally every layer's tensors")
     add_checkpoint_options(parser)
+    add_requests_option(parser)
     add_layout_options(parser)
+    add_wiring_option(parser)
     parser.add_argument("--decode", type=int, default=0, metavar="N", help="greedy steps after the prefill (default 0)")
     parser.add_argument(
         "--capture", choices=("logits", "layers"), default="logits", help="what to write (default logits)"
@@ -33,10 +44,19 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable(arguments.out)
     one_step = StepLimits(sequences=len(prompts), prefill_rows=sum(map(len, prompts)))
     with opened_session(arguments, one_step) as (checkpoint, session):
-        tensors = forward_tensors(session, prompts, arguments.decode, layers=arguments.capture == "layers")
+        layers = arguments.capture == "layers"
+        tensors = forward_tensors(session, prompts, arguments.decode, layers)
+        different = []
+        if arguments.wiring == BOTH:
+            again = forward_tensors(session.rewired(Wiring.REPLICATED), prompts, arguments.decode, layers)
+            different = different_tensors(tensors, again)
+        writes = 0 in session.world.local_ranks
         metadata = {"layout": f"tp={arguments.tp} dp={arguments.dp}", "capture": arguments.capture}
         if checkpoint.inventory.notice is not None:
             metadata["notice"] = checkpoint.inventory.notice
-    write_tensors(arguments.out, tensors, metadata)
+    if writes:
+        write_tensors(arguments.out, tensors, metadata)
     print(f"{arguments.out}: {len(tensors)} tensors of {len(prompts)} requests")
-    return 0
+    if arguments.wiring == BOTH:
+        print(verdict(different, f"{len(tensors)} tensors"))
+    return 1 if different else 0

@@ -76,9 +76,7 @@ class LocalWorld:
         def body(communicator: LocalCommunicator) -> None:
             try:
                 results[communicator.rank] = rank_program(communicator, *args, **kwargs)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # GreenletExit too, which would pass for a rank that finished
+            except (Exception, GreenletExit, SystemExit) as error:  # an exit would pass for a rank that finished
                 failure = RankError(communicator.rank, error)
                 failure.__cause__ = error
                 failures.append(failure)

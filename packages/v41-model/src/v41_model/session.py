@@ -8,7 +8,7 @@ is the contract.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from v41_model.rank_forward import RankModel
 from v41_model.step_batch import StepBatch
 from v41_model.step_limits import StepLimits
 from v41_model.stored_tokens import StoredTokens
+from v41_model.wiring import Wiring
 from v41_model.world import World
 
 __all__ = ["GroupOutput", "ModelSession"]
@@ -87,8 +88,11 @@ class ModelSession:
         world: World | None = None,
         operators: Operators | None = None,
         limits: StepLimits | None = None,
+        wiring: Wiring = Wiring.SHARDED,
     ) -> ModelSession:
         """Load every local rank's part of a checkpoint. ``world`` defaults to all ranks in this process.
+
+        ``wiring`` is what the ranks of a TP group share; it changes no bit of a result.
 
         Errors: :class:`v41_config.LayoutError` when the layout does not divide the model; the loader's errors.
         """
@@ -98,7 +102,12 @@ class ModelSession:
             RankModel.from_tensors(checkpoint.config, layout, rank, rank_tensors(checkpoint, layout, rank))
             for rank in world.local_ranks
         ]
-        return cls(ranks, world, operators, limits)
+        return cls(ranks, world, operators, limits).rewired(wiring)
+
+    def rewired(self, wiring: Wiring) -> ModelSession:
+        """Another session over the same weights and world in that wiring, without caches."""
+        ranks = [replace(model, wiring=wiring) for model in self._ranks.values()]
+        return ModelSession(ranks, self.world, self.operators, self.limits)
 
     @property
     def layout(self) -> ParallelLayout:

@@ -133,7 +133,7 @@ class TorchDistributedWorld:
             if self._failure is not None:  # found in a collective: the others know, or stand in the same one
                 raise self._failure from (error if error is not self._failure else error.__cause__)
             self._failure = self._watch.report(self.rank, error)
-            if isinstance(error, KeyboardInterrupt):
+            if not isinstance(error, Exception | SystemExit):
                 raise
             raise self._failure from error
         finally:
