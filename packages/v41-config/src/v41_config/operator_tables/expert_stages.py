@@ -89,7 +89,7 @@ EXPERT_STAGES: tuple[OperatorSpec, ...] = (
             *weights("gate_weight", "gate_bias", "w1", "w3", "w2", *_SHARED),
             writes("out", "bfloat16", "T_local", "D"),
         ),
-        (_LOCAL_TOKENS, _ROUTE_SCALE, SWIGLU_LIMIT),
+        (_LOCAL_TOKENS, ConstantSpec("num_experts_per_tok", "num_experts_per_tok"), _ROUTE_SCALE, SWIGLU_LIMIT),
         "All of it for this rank's rows; a rank without rows takes part in the exchanges (model.md section 14).",
     ),
 )
