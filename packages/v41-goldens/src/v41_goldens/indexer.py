@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,8 +26,14 @@ from v41_goldens.weights import IndexerWeights, IndexKeyWeights
 _TILE_ROWS = 64
 """Query rows of one request scored together: enough to amortise reading its keys."""
 
-_KEY_CHUNK = 16384
+_KEY_TILE = 2048
 """Keys decoded and scored at a time."""
+
+_PRODUCT_BYTES = 16
+"""Memory that one product of a query head with a key takes at most: float64, FP32 and BF16 beside each other."""
+
+_SCORE_BYTES = 64
+"""The same for one score: BF16, masked, and as INT64 sort keys."""
 
 
 class IndexQueries(NamedTuple):
@@ -61,10 +67,13 @@ def index_scores(queries: IndexQueries, keys: Tensor) -> Tensor:
 
     BF16 after the dot product, after the head weight and after the sum over heads.
     """
-    heads = queries.q.shape[-2]
-    products = dot(queries.q.flatten(-3, -2), keys).bfloat16().unflatten(-2, (-1, heads))
-    weighted = (products.relu().float() * queries.weights.unsqueeze(-1).float()).bfloat16()
-    return total(weighted, dim=-2).bfloat16()
+    return weighted_sum(dot(queries.q.flatten(-3, -2), keys).bfloat16(), queries.weights)
+
+
+def weighted_sum(products: Tensor, weights: Tensor) -> Tensor:
+    """Scores BF16 `[..., R, entries]` of BF16 products `[..., R * heads, entries]` and weights `[..., R, heads]`."""
+    by_head = products.relu().unflatten(-2, weights.shape[-2:])
+    return total((by_head.float() * weights.unsqueeze(-1).float()).bfloat16(), dim=-2).bfloat16()
 
 
 @dataclass(frozen=True)
@@ -79,13 +88,13 @@ class _ScoreTiles:
 def _score_tiles(ctx: ForwardContext, source: int) -> Iterator[_ScoreTiles]:
     """Cut the batch into groups of tiles whose scores fit `max_logits_bytes`; at least one row goes through.
 
-    Bytes count the float64 products of one key chunk over all heads and the BF16 score row with its INT64 sort
-    key. A row's bits do not depend on the tile it stands in.
+    Bytes count the products of one key tile over all heads and the row's scores, both at their peak. A row's bits
+    do not depend on the tile it stands in.
     """
     meta, config = ctx.metadata, ctx.config
     lens, starts = meta.query_lens.long(), meta.query_start_loc.long()
     entries = int(meta.compressed_lens[source].max()) if meta.compressed_lens[source].numel() else 0
-    row_bytes = 8 * config.index_n_heads * min(entries, _KEY_CHUNK) + 16 * entries
+    row_bytes = _PRODUCT_BYTES * config.index_n_heads * min(entries, _KEY_TILE) + _SCORE_BYTES * entries
     rows_in_budget = max(1, ctx.max_logits_bytes // max(1, row_bytes))
     rows = max(1, min(int(lens.max()) if lens.numel() else 1, _TILE_ROWS, rows_in_budget))
     tiles_of = (lens + rows - 1) // rows
@@ -108,11 +117,16 @@ def _read_keys(cache: RowCache, table: Tensor, entry: Tensor) -> Tensor:
     return cache.read(row)
 
 
-def select_entries(ctx: ForwardContext, layer: LayerConfig, queries: IndexQueries) -> Tensor:
+def select_entries(
+    ctx: ForwardContext,
+    layer: LayerConfig,
+    queries: IndexQueries,
+    score: Callable[[IndexQueries, Tensor], Tensor] = index_scores,
+) -> Tensor:
     """Every token's selection: logical entries INT32 `[T, index_topk]`, ascending, -1 padded.
 
     The candidate source leaves its kept blocks in the context; the layers it restricts read them there. Nothing
-    but the selection outlives a tile.
+    but the selection outlives a tile. `score` makes the scores, of any number of rows and keys.
 
     Raises:
         OperandError: a score of a visible entry is NaN, the layer has no compressed KV, or its candidate source has
@@ -134,7 +148,7 @@ def select_entries(ctx: ForwardContext, layer: LayerConfig, queries: IndexQuerie
         part = IndexQueries(queries.q[rows], queries.weights[rows])
         entry = torch.arange(tile.entries, device=device)
         scores = torch.cat(
-            [index_scores(part, _read_keys(cache, table[tile.request], e)) for e in entry.split(_KEY_CHUNK)], dim=-1
+            [score(part, _read_keys(cache, table[tile.request], keys)) for keys in entry.split(_KEY_TILE)], dim=-1
         )
         visible = torch.where(live, visible_of[rows], 0)
         scores = torch.where(entry < visible.unsqueeze(-1), scores, -torch.inf)

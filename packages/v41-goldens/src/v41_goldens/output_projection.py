@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from v41_config import MX_GROUP, ModelConfig
+from v41_config import ModelConfig
 from v41_goldens.errors import OperandError
-from v41_goldens.exact import dot
 from v41_goldens.linear import quantized_linear_fp32
 from v41_goldens.rope import apply_rope
-from v41_goldens.weights import AttentionWeights, Fp8Weight
+from v41_goldens.weights import AttentionWeights
 
 
 def grouped_output(
@@ -22,8 +22,10 @@ def grouped_output(
     o = apply_rope(o, rope_cos, rope_sin, inverse=True)
     heads_per_group = config.num_attention_heads // config.o_groups
     grouped = o.unflatten(1, (-1, heads_per_group)).flatten(-2).transpose(0, 1)  # [groups, T, heads * head_dim]
-    wo_a = weights.wo_a.dequantize().bfloat16().unflatten(0, (-1, config.o_lora_rank))
-    return dot(grouped, wo_a).bfloat16().transpose(0, 1).flatten(1)
+    rank = config.o_lora_rank
+    return torch.cat(
+        [weights.wo_a.rows(g * rank, (g + 1) * rank).dot(x).bfloat16() for g, x in enumerate(grouped)], dim=-1
+    )
 
 
 def o_proj(u: Tensor, weights: AttentionWeights, config: ModelConfig, parts: int = 1) -> Tensor:
@@ -40,14 +42,10 @@ def o_proj(u: Tensor, weights: AttentionWeights, config: ModelConfig, parts: int
         raise OperandError("o_proj parts", parts, f"a divisor of the {groups} output groups")
     width = u.shape[-1] // parts
     partials = (
-        quantized_linear_fp32(u[:, start : start + width], _columns(weights.wo_b, start, start + width))
+        quantized_linear_fp32(u[:, start : start + width], weights.wo_b.columns(start, start + width))
         for start in range(0, u.shape[-1], width)
     )
     result = next(partials)
     for partial in partials:
         result = result + partial
     return result
-
-
-def _columns(weight: Fp8Weight, start: int, stop: int) -> Fp8Weight:
-    return Fp8Weight(weight.codes[:, start:stop], weight.scale[:, start // MX_GROUP : stop // MX_GROUP])

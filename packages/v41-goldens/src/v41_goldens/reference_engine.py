@@ -23,8 +23,11 @@ from v41_config import (
     build_forward_metadata,
     cache_pools,
 )
+from v41_goldens.attention_stages import AttentionStages
 from v41_goldens.capture import Capture, layer_key
 from v41_goldens.errors import OperandError
+from v41_goldens.fast_attention import FAST_STAGES
+from v41_goldens.fast_weights import fast_model
 from v41_goldens.forward_context import DEFAULT_MAX_LOGITS_BYTES, ForwardContext
 from v41_goldens.greedy import greedy_tokens
 from v41_goldens.model import ForwardOutput, check_tokens, forward
@@ -36,7 +39,9 @@ from v41_goldens.weights import ModelWeights
 class ReferenceEngine:
     """Up to `max_requests` requests of up to `max_tokens` tokens each; request ids are 0 to `max_requests - 1`.
 
-    `parts` is the number of tensor-parallel shares in which output partials are added (see `o_proj`).
+    `parts` is the number of tensor-parallel shares in which output partials are added (see `o_proj`). With `fast` the
+    quantised matrices, attention and index scores are computed in fast arithmetic (`fast_weights`, `fast_attention`):
+    batch-invariant as well, but no reference.
     """
 
     def __init__(
@@ -50,8 +55,11 @@ class ReferenceEngine:
         shuffle_seed: int | None = None,
         fill_byte: int = 0,
         max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
+        fast: bool = False,
     ) -> None:
-        self.config, self.weights, self.parts = config, weights, parts
+        self.config, self.parts = config, parts
+        self.weights = fast_model(weights) if fast and weights is not None else weights
+        self.stages = FAST_STAGES if fast else AttentionStages()
         self.max_logits_bytes = max_logits_bytes
         self.max_tokens = max_tokens
         self.lengths = np.zeros(max_requests, dtype=np.int64)
@@ -93,6 +101,7 @@ class ReferenceEngine:
             capture=capture,
             injected=injected or {},
             max_logits_bytes=self.max_logits_bytes,
+            stages=self.stages,
         )
 
     @torch.inference_mode()

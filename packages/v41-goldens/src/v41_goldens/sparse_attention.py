@@ -11,7 +11,7 @@ from v41_goldens.exact import dot, exp, total
 CHUNK = 64
 """Entries of the index list that share one running maximum update."""
 
-_LOWEST = -1e30
+LOWEST_MAXIMUM = -1e30
 """The running maximum before the first entry; finite, so that an empty row meets no inf - inf."""
 
 
@@ -32,11 +32,9 @@ def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: 
     Raises:
         OperandError: shapes that do not fit together.
     """
-    if kv.shape != (q.shape[0], valid.shape[1], q.shape[2]) or len(valid) != len(q) or sink.shape != (q.shape[1],):
-        raise OperandError("sparse_attention", tuple(tuple(t.shape) for t in (q, kv, valid, sink)),
-                           "q [T, H, head_dim], kv [T, N, head_dim], valid [T, N], sink [H]")  # fmt: skip
+    check_operands(q, kv, valid, sink)
     tokens, heads, width = q.shape
-    maximum = torch.full((tokens, heads, 1), _LOWEST, dtype=torch.float32, device=q.device)
+    maximum = torch.full((tokens, heads, 1), LOWEST_MAXIMUM, dtype=torch.float32, device=q.device)
     denominator = torch.zeros_like(maximum)
     accumulator = torch.zeros(tokens, heads, width, dtype=torch.float32, device=q.device)
     scale_fp32 = torch.tensor(scale, dtype=torch.float32, device=q.device)
@@ -54,3 +52,10 @@ def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: 
     # An empty row has only the sink to divide by, and a sink of -inf is 0.
     empty = ~valid.any(dim=1)
     return (accumulator / denominator).masked_fill_(empty[:, None, None], 0.0).bfloat16()
+
+
+def check_operands(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor) -> None:
+    """The shapes of `sparse_attention`'s operands, or an `OperandError`."""
+    if kv.shape != (q.shape[0], valid.shape[1], q.shape[2]) or len(valid) != len(q) or sink.shape != (q.shape[1],):
+        raise OperandError("sparse_attention", tuple(tuple(t.shape) for t in (q, kv, valid, sink)),
+                           "q [T, H, head_dim], kv [T, N, head_dim], valid [T, N], sink [H]")  # fmt: skip

@@ -6,16 +6,22 @@ fewer heads, output groups, vocabulary rows or experts are just smaller tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from v41_config.model_config import MX_GROUP, ModelConfig
 from v41_goldens.errors import WeightError
+from v41_goldens.exact import dot_by_rows
 from v41_goldens.number_formats import e2m1_decode, e4m3_decode, e8m0_decode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +48,29 @@ class Fp8Weight:
         """`(N, K)`."""
         return _matrix_shape(self.codes, "Fp8Weight codes")
 
-    def rows(self, start: int, stop: int) -> Fp8Weight:
+    def rows(self, start: int, stop: int) -> Self:
         """Rows `start:stop` as a view; both must be multiples of 32."""
-        return Fp8Weight(self.codes[start:stop], self.scale[start // MX_GROUP : stop // MX_GROUP])
+        scale = self.scale[start // MX_GROUP : stop // MX_GROUP]
+        return dataclasses.replace(self, codes=self.codes[start:stop], scale=scale)
 
-    def dequantize(self) -> Tensor:
-        """FP32 `[N, K]`: code times scale, exact (a product beyond FP32's range becomes infinite)."""
+    def columns(self, start: int, stop: int) -> Self:
+        """Columns `start:stop` as a view; both must be multiples of 32."""
+        scale = self.scale[:, start // MX_GROUP : stop // MX_GROUP]
+        return dataclasses.replace(self, codes=self.codes[:, start:stop], scale=scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[N, K]`: code times scale, exact as far as the range of `dtype`, FP32 or BF16, goes.
+
+        A product beyond it becomes infinite; BF16 loses bits below 2^-126.
+        """
         n, k = self.shape
-        tiles = e4m3_decode(self.codes).view(n // MX_GROUP, MX_GROUP, k // MX_GROUP, MX_GROUP)
-        return tiles.mul_(e8m0_decode(self.scale)[:, None, :, None]).view(self.shape)
+        tiles = e4m3_decode(self.codes, dtype).view(n // MX_GROUP, MX_GROUP, k)
+        scale = e8m0_decode(self.scale).to(dtype).repeat_interleave(MX_GROUP, dim=1)
+        return tiles.mul_(scale.unsqueeze(1)).view(self.shape)
+
+    def dot(self, x: Tensor) -> Tensor:
+        """FP32 dot products `[..., N]` of rows `x [..., K]` with this matrix, by E1."""
+        return dot_by_rows(x, self.shape[0], lambda start, stop: self.rows(start, stop).dequantize())
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +98,22 @@ class Fp4Weight:
         n, half = _matrix_shape(self.packed, "Fp4Weight packed")
         return n, 2 * half
 
-    def rows(self, start: int, stop: int) -> Fp4Weight:
+    def rows(self, start: int, stop: int) -> Self:
         """Rows `start:stop` as a view."""
-        return Fp4Weight(self.packed[start:stop], self.scale[start:stop])
+        return dataclasses.replace(self, packed=self.packed[start:stop], scale=self.scale[start:stop])
 
-    def dequantize(self) -> Tensor:
-        """FP32 `[N, K]`: code times scale, exact (a product beyond FP32's range becomes infinite)."""
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[N, K]`: code times scale, exact as far as the range of `dtype`, FP32 or BF16, goes.
+
+        A product beyond it becomes infinite; BF16 loses bits below 2^-126.
+        """
         n, k = self.shape
-        groups = e2m1_decode(self.packed).view(n, k // MX_GROUP, MX_GROUP)
-        return groups.mul_(e8m0_decode(self.scale).unsqueeze(-1)).view(self.shape)
+        groups = e2m1_decode(self.packed, dtype).view(n, k // MX_GROUP, MX_GROUP)
+        return groups.mul_(e8m0_decode(self.scale).to(dtype).unsqueeze(-1)).view(self.shape)
+
+    def dot(self, x: Tensor) -> Tensor:
+        """FP32 dot products `[..., N]` of rows `x [..., K]` with this matrix, by E1."""
+        return dot_by_rows(x, self.shape[0], lambda start, stop: self.rows(start, stop).dequantize())
 
 
 @dataclass(frozen=True, eq=False)

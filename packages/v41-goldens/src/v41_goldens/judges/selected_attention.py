@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from v41_config import LayerConfig
-from v41_goldens.attention_stages import attend, physical_rows, project_queries
+from v41_goldens.attention_stages import AttentionStages, attend, physical_rows, project_queries
 from v41_goldens.capture import Capture, layer_key
 from v41_goldens.errors import OperandError
+from v41_goldens.fast_weights import exact_attention
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.indexer import index_queries, select_entries
 from v41_goldens.judges.cutoff import CutoffRule
@@ -56,9 +57,11 @@ def reference_index_scores(ctx: ForwardContext, layer: LayerConfig, weights: Att
         raise OperandError(f"layer {layer.layer_id}", layer.mode.title, "an index source, with its indexer weights")
     capture = Capture()
     blocks = None if layer.makes_candidates else ctx.candidate_blocks
-    alone = dataclasses.replace(ctx, capture=capture, candidate_blocks=blocks)
-    qr, _ = project_queries(alone, layer, weights, x)
-    queries = index_queries(qr, x, weights.indexer, *alone.query_rope(layer), alone.config)
+    alone = dataclasses.replace(ctx, capture=capture, candidate_blocks=blocks, stages=AttentionStages())
+    exact = exact_attention(weights)
+    qr, _ = project_queries(alone, layer, exact, x)
+    assert exact.indexer is not None
+    queries = index_queries(qr, x, exact.indexer, *alone.query_rope(layer), alone.config)
     select_entries(alone, layer, queries)
     return capture.tensors.get(layer_key(layer.layer_id, "index_score"), x.new_empty(len(x), 0))
 
@@ -82,9 +85,10 @@ def rederive_attention(
     if layer.index_source is None:
         raise OperandError(f"layer {layer.layer_id}", layer.mode.title, "a mode with compressed KV")
     topk = {**ctx.topk, layer.index_source: physical_rows(ctx, layer, entries)}
-    alone = dataclasses.replace(ctx, capture=None, injected={}, topk=topk)
-    _, q = project_queries(alone, layer, weights, x)
-    return attend(alone, layer, weights, q, parts)
+    alone = dataclasses.replace(ctx, capture=None, injected={}, topk=topk, stages=AttentionStages())
+    exact = exact_attention(weights)
+    _, q = project_queries(alone, layer, exact, x)
+    return attend(alone, layer, exact, q, parts)
 
 
 def judge_selected_attention(

@@ -1,0 +1,57 @@
+"""Attention and index scores in fast arithmetic, and the table of stages with them in the goldens' places.
+
+Tensors are those of the exact stages. Scores, probabilities and their sums are FP32 here, without chunks; index scores
+are BF16 products. A token's bits do not depend on its batch: each token is a problem of its own, of a size that the
+configuration gives, and index scores are made in tiles of a fixed size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from v41_goldens import row_tiles
+from v41_goldens.attention_stages import AttentionStages
+from v41_goldens.indexer import IndexQueries, select_entries, weighted_sum
+from v41_goldens.sparse_attention import LOWEST_MAXIMUM, check_operands
+
+_KEY_TILE = 1024
+"""Keys of one product of index scores."""
+
+
+def fast_sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """`sparse_attention` with FP32 matmuls, exponentials and sums, and one maximum for the whole list."""
+    check_operands(q, kv, valid, sink)
+    values = torch.where(valid.unsqueeze(-1), kv, torch.zeros_like(kv)).float()
+    scores = torch.bmm(q.float(), values.transpose(-1, -2)).mul_(scale)
+    scores.masked_fill_(~valid.unsqueeze(1), -torch.inf)
+    maximum = scores.amax(-1, keepdim=True).clamp_min_(LOWEST_MAXIMUM)
+    p = scores.sub_(maximum).exp_()
+    denominator = p.sum(-1, keepdim=True).add_(torch.exp(sink.view(-1, 1) - maximum))
+    out = torch.bmm(p.bfloat16().float(), values).div_(denominator)
+    return out.masked_fill_(~valid.any(dim=1)[:, None, None], 0.0).bfloat16()
+
+
+def fast_index_scores(queries: IndexQueries, keys: Tensor) -> Tensor:
+    """`index_scores` with BF16 products of FP32 sums; `keys` BF16 `[n, entries, dim]`, queries of n tiles of rows."""
+    entries = keys.shape[-2]
+    padded = torch.nn.functional.pad(keys, (0, 0, 0, -entries % _KEY_TILE))
+    products = torch.stack(
+        [
+            torch.cat([_products(q, tile) for tile in own_keys.split(_KEY_TILE)], dim=-1)
+            for q, own_keys in zip(queries.q.flatten(-3, -2), padded, strict=True)
+        ]
+    )
+    return weighted_sum(products[..., :entries], queries.weights)
+
+
+def _products(q: Tensor, keys: Tensor) -> Tensor:
+    return row_tiles.matmul(q, len(keys), lambda start, stop: keys[start:stop])
+
+
+FAST_STAGES = AttentionStages(
+    sparse_attention=fast_sparse_attention, select_entries=partial(select_entries, score=fast_index_scores)
+)
+"""The goldens' stages, with attention and index scores in fast arithmetic."""

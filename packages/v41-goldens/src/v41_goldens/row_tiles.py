@@ -1,0 +1,48 @@
+"""BF16 matrix products on tiles of a fixed size, so that a row's bits do not depend on the rows beside it.
+
+A GEMM may choose another order of summation for another number of rows. Here it always gets `ROW_TILE` of them, the
+missing ones zero, and weight rows in chunks that only the weight's shape decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ROW_TILE = 32
+"""Rows of every product: a GEMM is near its full speed there, and an expert's few rows are not padded too far."""
+
+_CHUNK_ELEMENTS = 1 << 19
+"""BF16 weight elements made at a time (1 MB): they stay in cache between dequantisation and product."""
+
+
+def matmul(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
+    """`x @ W.T` with FP32 sums of BF16 operands, rounded to BF16.
+
+    Args:
+        x: BF16 `[R, K]`.
+        n: number of weight rows.
+        rows: gives rows `start:stop` of W, BF16 `[stop - start, K]`; both are multiples of 32, except that `stop`
+            may be `n`.
+
+    Returns:
+        BF16 `[R, n]`.
+    """
+    count, k = x.shape
+    tiles = pad_rows(x).unflatten(0, (-1, ROW_TILE))
+    result = x.new_empty(*tiles.shape[:2], n)
+    step = max(32, _CHUNK_ELEMENTS // max(1, k) // 32 * 32)
+    for start in range(0, n, step) if count else ():
+        stop = min(start + step, n)
+        w = rows(start, stop).T
+        for tile, part in zip(tiles, result, strict=True):
+            part[:, start:stop] = torch.mm(tile, w)
+    return result.flatten(0, 1)[:count]
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """`x` `[R, ...]` with zero rows up to a multiple of `ROW_TILE`."""
+    missing = -len(x) % ROW_TILE
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
