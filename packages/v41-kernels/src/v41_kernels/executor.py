@@ -14,24 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from v41_config import CountSpec, OperatorError, OperatorSpec
 from v41_kernels.arguments import BoundArguments, bind
 from v41_kernels.calculator import calculator_library, default_cache_directory
+from v41_kernels.compositions import Call
 from v41_kernels.pass_report import PassCheck
 from v41_kernels.platforms import require_platform
 from v41_kernels.pypto_install import find_pypto
-from v41_kernels.registry import OPERATORS, KernelOperator, find_kernel
+from v41_kernels.registry import OPERATORS, STAGES, KernelOperator, find_kernel
 from v41_kernels.tiers import Tier
 from v41_kernels.worker_process import WorkerProcess
 
 
 @dataclass(frozen=True)
 class KernelRun:
-    """One execution: seconds spent compiling and interpreting, and the checks after passes (`Tier.PASSES` only)."""
+    """One execution: seconds spent compiling and interpreting, and the checks after passes (`Tier.PASSES` only).
+
+    `launches` are the runs that an operator of several launches consists of.
+    """
 
     operator: str
     tier: Tier
     seconds: float
     checks: tuple[PassCheck, ...]
+    launches: tuple[KernelRun, ...] = ()
 
 
 class Executor:
@@ -96,11 +102,40 @@ class Executor:
         `KernelExecutionError` or a subclass. Destinations are written only if there is no error.
         """
         operator = find_kernel(name, self._operators)
+        return self._run_operator(operator, arguments, tier or self._tier)
+
+    def _run_operator(self, operator: KernelOperator, arguments: Mapping[str, object], tier: Tier) -> KernelRun:
         bound = bind(operator.spec, arguments)
         if operator.check is not None:
             operator.check(bound)
+        if operator.composition is not None:
+            return self._run_composition(operator, bound, tier)
         with self._turn:
-            return self._run(operator, bound, tier or self._tier)
+            return self._run(operator, bound, tier)
+
+    def _run_composition(self, operator: KernelOperator, bound: BoundArguments, tier: Tier) -> KernelRun:
+        """Launch after launch on copies of the destinations, which the caller's get when all are done."""
+        assert operator.composition is not None
+        launches: list[KernelRun] = []
+
+        def launch(name: str, **arguments: object) -> None:
+            launched = STAGES[name] if name in STAGES else find_kernel(name, self._operators)
+            launches.append(self._run_operator(launched, arguments, tier))
+
+        active = active_rows(bound)
+        copies = {name: bound.tensors[name].clone() for name in operator.spec.destinations}
+        rows = {
+            tensor.name: _first_rows({**bound.tensors, **copies}[tensor.name], tensor.dims[0], active)
+            for tensor in operator.spec.tensors
+        }
+        if active:
+            operator.composition(Call(launch, rows, bound.constants))
+        clear_inactive_slab(operator.spec, copies, active)
+        for name, copy in copies.items():
+            bound.tensors[name].copy_(copy)
+        seconds = sum(run.seconds for run in launches)
+        checks = tuple(check for run in launches for check in run.checks)
+        return KernelRun(operator.spec.name, tier, seconds, checks, tuple(launches))
 
     def _run(self, operator: KernelOperator, bound: BoundArguments, tier: Tier) -> KernelRun:
         name = operator.spec.name
@@ -117,6 +152,29 @@ class Executor:
             _receive(request["tensors"], operator, bound)
         checks = tuple(PassCheck(pass_name, compared) for pass_name, compared in answer["checks"])
         return KernelRun(name, tier, answer["seconds"], checks)
+
+
+def active_rows(bound: BoundArguments) -> int:
+    """Rows in use of an operator that is several launches.
+
+    Errors: `OperatorError` if the operands are a rank's share: its transports are no kernels.
+    """
+    slab, rows = bound.dims.get("T_local"), bound.dims.get("T")
+    if slab is not None and rows is not None and slab != rows:
+        raise OperatorError(f"{bound.spec.name}: T_local", slab, f"T = {rows}, a group of one rank")
+    return bound.counts["num_tokens"]
+
+
+def _first_rows(tensor: Tensor, dim: int | str, active: int) -> Tensor:
+    return tensor[:active] if dim in ("T", "T_local") else tensor
+
+
+def clear_inactive_slab(spec: OperatorSpec, copies: Mapping[str, Tensor], active: int) -> None:
+    """Inactive rows of a token slab are zero where one count holds for the whole group."""
+    counted = {scalar.limit for scalar in spec.scalars if isinstance(scalar, CountSpec)}
+    for tensor in spec.tensors:
+        if tensor.direction == "out" and tensor.dims[0] == "T_local" and "T_local" not in counted:
+            copies[tensor.name][active:].zero_()
 
 
 def _request(

@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 from v41_config import OperatorError, OperatorSpec, find_operator
 from v41_kernels.arguments import BoundArguments
+from v41_kernels.compositions import COMPOSITIONS, Composition
+from v41_kernels.launched_stages import LAUNCHED_STAGES
 
 
 def no_sizes(bound: BoundArguments) -> dict[str, int]:
@@ -20,6 +22,8 @@ def no_sizes(bound: BoundArguments) -> dict[str, int]:
 class KernelOperator:
     """An operator's contract, and the module whose `make_entry(**static_dims, **constants)` gives its jit entry.
 
+    An operator that is several launches has a composition instead of a module.
+
     `check` looks at values that the contract limits. `pass_tolerance` is how far, relatively, a destination may move
     when a compiler pass cuts the kernel into tiles: 0 unless a reduction is summed in another order then. `names` are
     the contract's names for parameters and sizes that the kernel calls otherwise, and `sizes` gives those that no
@@ -27,11 +31,12 @@ class KernelOperator:
     """
 
     spec: OperatorSpec
-    kernel: str
+    kernel: str = ""
     check: Callable[[BoundArguments], None] | None = None
     pass_tolerance: float = 0.0
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[BoundArguments], dict[str, int]] = no_sizes
+    composition: Composition | None = None
 
 
 def check_positions(bound: BoundArguments) -> None:
@@ -62,7 +67,8 @@ def _kernel(
 ) -> KernelOperator:
     """The operator `name` of the contract; `names` are its names for the parameters and sizes of `kernel`."""
     module = f"v41_kernels.kernels.{kernel or name}"
-    return KernelOperator(find_operator(name), module, check, tolerance, names, sizes)
+    spec = LAUNCHED_STAGES[name] if name in LAUNCHED_STAGES else find_operator(name)
+    return KernelOperator(spec, module, check, tolerance, names, sizes)
 
 
 def _partial_inputs(bound: BoundArguments) -> dict[str, int]:
@@ -125,8 +131,24 @@ _EXPERTS = (
     _kernel("combine"),
 )
 
+_LAUNCHED = (
+    _kernel("window_attention", _BF16_ULP),
+    _kernel("selected_attention", _BF16_ULP),
+    _kernel("compress_pairs", _BF16_ULP),
+    _kernel("rotate_rows"),
+    _kernel("output_rounding"),
+    _kernel("routed_rows"),
+)
+
+STAGES: Mapping[str, KernelOperator] = MappingProxyType({stage.spec.name: stage for stage in _LAUNCHED})
+"""Kernels that compositions launch and the operator ABI has no name for."""
+
+_COMPOSED = tuple(
+    KernelOperator(find_operator(name), composition=composition) for name, composition in COMPOSITIONS.items()
+)
+
 OPERATORS: Mapping[str, KernelOperator] = MappingProxyType(
-    {operator.spec.name: operator for operator in (*_ROW_STAGES, *_LINEARS, *_PROJECTIONS, *_EXPERTS)}
+    {operator.spec.name: operator for operator in (*_ROW_STAGES, *_LINEARS, *_PROJECTIONS, *_EXPERTS, *_COMPOSED)}
 )
 """Every operator whose kernel compiles, runs and equals its golden."""
 

@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.pooling import pooled, projected_row
+from v41_kernels.kernels.stages.pooling import RING, pooled, projected_row
 
 ROW_TILE = 1
 COLUMN_TILE = 512
-RING = 4
 # Why: a pair is two rows that may lie in different tiles, or one of them in the ring, so a pair is a task of its own.
 # Its four FP32 rows of 512 are 8 KB. All reads of the state come in the first loop, all writes in the second.
 

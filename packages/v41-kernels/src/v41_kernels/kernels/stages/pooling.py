@@ -8,6 +8,9 @@ from v41_kernels.kernels.stages.linear import product
 from v41_kernels.kernels.stages.normalisation import normalise
 from v41_kernels.kernels.stages.rows import vector_row
 
+RING = 4
+"""Tokens that a request's state remembers (the contract's STATE_CAPACITY)."""
+
 
 def projected_row(x: Any, wkv: Any, wgate: Any, token: Any, D: int, width: int) -> tuple[Any, Any]:
     """FP32 `[1, width]` KV and gate of one token."""

@@ -1,0 +1,93 @@
+"""Each token's attention over its window and its selected compressed entries (model.md sections 12 and 16)."""
+# mypy: disable-error-code="valid-type, no-untyped-def"
+
+from collections.abc import Callable
+from typing import Any
+
+import pypto
+
+from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, attended, begin
+from v41_kernels.kernels.stages.cache_rows import compressed_rows, gathered, live_columns, window_rows
+
+ROW_TILE = 1
+COLUMN_TILE = 64
+# Why: as in `sparse_attention`; a chunk of 64 rows is decoded from 33 KB (window) or 18 KB (compressed) where it is
+# used. Where window and selection are whole chunks, a loop walks each of them; a small model's share one.
+
+
+def sections(window: int, selected: int) -> list[tuple[int, list[tuple[bool, int, int]]]]:
+    """Loops over the list of entries: trips, and the parts of a trip's chunk (from the window?, start, rows)."""
+    if window % CHUNK == 0 and selected % CHUNK == 0:
+        return [(window // CHUNK, [(True, 0, CHUNK)]), (selected // CHUNK, [(False, 0, CHUNK)])]
+    chunks = []
+    for start in range(0, window + selected, CHUNK):
+        stop = min(start + CHUNK, window + selected)
+        parts = []
+        if start < window:
+            parts.append((True, start, min(stop, window) - start))
+        if stop > window:
+            first = max(start, window)
+            parts.append((False, first - window, stop - first))
+        chunks.append((1, parts))
+    return chunks
+
+
+def decoded(cache: Any, scale: Any, numbers: Any, token: Any, start: Any, count: int, width: int, window: bool) -> Any:
+    """BF16 `[count, width]` of rows of the window (or compressed) cache."""
+    stored, groups = (width, width // 32) if window else (width // 2, width // 16)
+    codes = gathered(cache, numbers, token, start, count, stored)
+    scales = gathered(scale, numbers, token, start, count, groups)
+    decode = window_rows if window else compressed_rows
+    return decode(codes, scales, count, width)
+
+
+def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int, INDEX_TOPK: int) -> Callable[..., None]:
+    """The entry for `H_local` heads, windows of `WINDOW` tokens and selections of `INDEX_TOPK` entries."""
+    scale = HEAD_DIM**-0.5
+    walked = sections(WINDOW, INDEX_TOPK)
+
+    def selected_attention(
+        q: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
+        window_kv: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_INT8),
+        window_kv_scale: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM // 32], pypto.DT_INT8),
+        window_indices: pypto.Tensor([pypto.DYNAMIC, WINDOW], pypto.DT_INT32),
+        compressed_kv: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM // 2], pypto.DT_INT8),
+        compressed_kv_scale: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM // 16], pypto.DT_INT8),
+        topk_rows: pypto.Tensor([pypto.DYNAMIC, INDEX_TOPK], pypto.DT_INT32),
+        attn_sink: pypto.Tensor([H_local], pypto.DT_FP32),
+        num_tokens: pypto.Tensor([1], pypto.DT_INT32),
+        o: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
+    ):
+        for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
+            maximum = pypto.tensor([H_local, 1], pypto.DT_FP32, "maximum")
+            denominator = pypto.tensor([H_local, 1], pypto.DT_FP32, "denominator")
+            accumulator = pypto.tensor([H_local, HEAD_DIM], pypto.DT_FP32, "accumulator")
+            for _once in pypto.loop(1, name="BEGIN", idx_name="once"):
+                begin(maximum, denominator, accumulator, H_local, HEAD_DIM)
+            for trips, parts in walked:
+                for chunk in pypto.loop(trips, name="CHUNKS", idx_name="chunk"):
+                    total = sum(part[2] for part in parts)
+                    rows = pypto.tensor([total, HEAD_DIM], pypto.DT_BF16, "chunk_rows")
+                    live = pypto.tensor([1, total], pypto.DT_FP32, "chunk_live")
+                    place = 0
+                    for window, first, count in parts:
+                        start = first + chunk * CHUNK
+                        cache, cache_scale, numbers = (
+                            (window_kv, window_kv_scale, window_indices)
+                            if window
+                            else (compressed_kv, compressed_kv_scale, topk_rows)
+                        )
+                        part_rows = decoded(cache, cache_scale, numbers, token, start, count, HEAD_DIM, window)
+                        pypto.assemble(pypto.clone(part_rows), [place, 0], rows)
+                        pypto.assemble(live_columns(numbers, token, start, count), [0, place], live)
+                        place = place + count
+                    pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
+                    q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
+                    attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H_local, total, HEAD_DIM, scale)
+            for _once in pypto.loop(1, name="END", idx_name="once"):
+                pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
+                sink = pypto.reshape(attn_sink, [H_local, 1])
+                result = attended(maximum, denominator, accumulator, sink, H_local, HEAD_DIM)
+                pypto.assemble(result, [token * H_local, 0], o)
+
+    return selected_attention
