@@ -8,6 +8,7 @@ __all__ = [
     "OptionError",
     "OutputError",
     "PoolError",
+    "ProviderError",
     "RankError",
     "RequestError",
     "SessionError",
@@ -58,3 +59,7 @@ class VectorsError(V41Error):
 
 class OptionError(V41Error):
     """A command-line option outside its range."""
+
+
+class ProviderError(V41Error):
+    """A provider of operators that is not there, is none, or has not what was asked of it."""

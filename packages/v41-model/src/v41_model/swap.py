@@ -1,0 +1,183 @@
+"""Single operators exchanged inside the running model, each call compared with its golden.
+
+An exchanged operator is computed twice from the same inputs, by the golden and by the provider, and the model goes on
+with the provider's result: so every difference stands in the layer and tensor where it arises. :class:`SwapReport`
+says which comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from v41_config import OperatorError, OperatorSpec
+from v41_model.errors import ProviderError
+from v41_model.operator_calls import CALLS, OperatorCalls
+from v41_model.operator_provider import OperatorProvider, find_provider
+from v41_model.operators import Operators
+from v41_model.swap_report import SwapReport
+from v41_model.world import World
+
+__all__ = ["Swap", "parse_swaps"]
+
+EVERY = "all"
+"""Instead of a list of operators: all that the provider has and the model can exchange."""
+
+
+def parse_swaps(texts: Sequence[str]) -> dict[str, str]:
+    """``["rms_norm,mhc_post=pypto"]`` to provider names by operator name; ``all=NAME`` names every one it has.
+
+    Errors: :class:`ProviderError` for text of another form, an operator that cannot be exchanged, or one given twice.
+    """
+    chosen: dict[str, str] = {}
+    for text in texts:
+        names, separator, provider = text.partition("=")
+        if not separator or not provider or not names:
+            raise ProviderError("swap", text, "OPERATOR[,OPERATOR...]=PROVIDER")
+        for name in names.split(","):
+            if name != EVERY:
+                _require_exchangeable(name)
+            if name in chosen:
+                raise ProviderError("swap", f"{name} twice", "each operator once")
+            chosen[name] = provider
+    return chosen
+
+
+def _require_exchangeable(name: str) -> None:
+    if name not in CALLS:
+        close = get_close_matches(name, CALLS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ProviderError("swap", name, f"an operator that can be exchanged: {', '.join(CALLS)}{hint}")
+
+
+class Swap:
+    """Operators of some providers, by the ABI's name, inside a table that rank code takes.
+
+    Errors: :class:`ProviderError` for an operator that cannot be exchanged or that its provider has not.
+    """
+
+    def __init__(
+        self, providers: Mapping[str, OperatorProvider], world: World, operators: Operators | None = None
+    ) -> None:
+        self.report = SwapReport()
+        self._world = world
+        self._goldens = operators or Operators()
+        self._providers = dict(providers)
+        for name, provider in providers.items():
+            _require_exchangeable(name)
+            if name not in provider.names():
+                raise ProviderError(f"swap {name}", "no such operator", f"one of {', '.join(sorted(provider.names()))}")
+        self._table_at = functools.cache(self._table)
+        self.operators = self._table_at(None)
+
+    @classmethod
+    def of_installed(cls, chosen: Mapping[str, str], world: World, operators: Operators | None = None) -> Swap:
+        """With the providers that are installed; ``chosen`` as :func:`parse_swaps` gives it."""
+        loaded = {provider: find_provider(provider) for provider in dict.fromkeys(chosen.values())}
+        providers: dict[str, OperatorProvider] = {}
+        for name, provider in chosen.items():
+            every = [n for n in CALLS if n in loaded[provider].names() and n not in chosen]
+            for operator in every if name == EVERY else [name]:
+                providers[operator] = loaded[provider]
+        return cls(providers, world, operators)
+
+    def close(self) -> None:
+        """Let providers go that hold something, a worker process say."""
+        for provider in dict.fromkeys(self._providers.values()):
+            if hasattr(provider, "close"):
+                provider.close()
+
+    def _table(self, layer: int | None) -> Operators:
+        """The operators of one layer. Two operators of the ABI that stand behind one entry take each other's place."""
+        exchanged: dict[str, Callable[..., Any]] = {}
+        for name, provider in self._providers.items():
+            calls = CALLS[name]
+            golden = getattr(self._goldens, calls.entry)
+            exchanged[calls.entry] = functools.partial(self._call, layer, calls, provider, golden)
+        return _SwappedOperators(**{**vars(self._goldens), **exchanged}, table_at=self._table_at)
+
+    def _call(
+        self,
+        layer: int | None,
+        calls: OperatorCalls,
+        provider: OperatorProvider,
+        golden: Callable[..., Any],
+        *given: Any,
+    ) -> Any:
+        spec = calls.spec
+        arguments = calls.arguments(*given)
+        kept = {name: arguments[name].clone() for name in _updated(spec)}
+        result = golden(*given)
+        outputs = _named_outputs(spec, result)
+        expected = {name: tensor.flatten(0, tensor.dim() - _rank(spec, name)) for name, tensor in outputs.items()}
+        for name, before in kept.items():
+            expected[name] = arguments[name].clone()
+            _bytes(arguments[name]).copy_(_bytes(before))
+        if not any(tensor.numel() for tensor in expected.values()):
+            return result
+        operands = {name: _operand(spec, name, value) for name, value in arguments.items()}
+        written = {name: _unwritten(expected[name]) for name in outputs}
+        spec.check({**operands, **written})
+        provider.run(spec.name, {**operands, **written})
+        found = {**arguments, **written}
+        for name, tensor in expected.items():
+            self.report.compare(layer, self._world.current_rank, spec.name, name, found[name], tensor)
+        return _like(result, [written[name].view(outputs[name].shape) for name in outputs])
+
+
+@dataclass(frozen=True)
+class _SwappedOperators(Operators):
+    table_at: Callable[[int | None], Operators] = field(kw_only=True)
+
+    def at(self, layer: int | None) -> Operators:
+        return self.table_at(layer)
+
+
+def _updated(spec: OperatorSpec) -> list[str]:
+    return [tensor.name for tensor in spec.tensors if tensor.direction == "inout"]
+
+
+def _rank(spec: OperatorSpec, name: str) -> int:
+    return next(len(tensor.dims) for tensor in spec.tensors if tensor.name == name)
+
+
+def _named_outputs(spec: OperatorSpec, result: Any) -> dict[str, Tensor]:
+    """A golden's result by the names of the contract's ``out`` tensors."""
+    names = [tensor.name for tensor in spec.tensors if tensor.direction == "out"]
+    values = () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
+    if len(names) != len(values):
+        raise OperatorError(spec.name, f"{len(values)} results", f"those of the contract: {', '.join(names)}")
+    return dict(zip(names, values, strict=True))
+
+
+def _operand(spec: OperatorSpec, name: str, value: Any) -> Any:
+    """As the contract has it: contiguous, rows of tiles in one dimension. What is written to is passed as it is."""
+    if not isinstance(value, Tensor) or name in _updated(spec):
+        return value
+    return value.flatten(0, value.dim() - _rank(spec, name)).contiguous()
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    """A destination in which an element that nobody writes shows: NaN, -1, or for masks false."""
+    tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
+    _bytes(tensor).fill_(0 if like.dtype == torch.bool else 0xFF)
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _like(result: Any, values: list[Tensor]) -> Any:
+    """``values`` in the form of a golden's ``result``: nothing, a tensor, or a tuple of its type."""
+    if result is None:
+        return None
+    if isinstance(result, Tensor):
+        return values[0]
+    return result._make(values) if hasattr(result, "_make") else tuple(values)

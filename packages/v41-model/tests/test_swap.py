@@ -1,0 +1,233 @@
+"""Exchanged operators: the same bits where the provider is the golden, the place of the first difference where not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from v41_config import TINY, ParallelLayout, find_operator
+from v41_goldens.operators import golden
+from v41_loader import Checkpoint
+from v41_model import operator_provider
+from v41_model.errors import ProviderError, RankError
+from v41_model.generation import Request, admit, advance
+from v41_model.local_world import LocalWorld
+from v41_model.operator_calls import CALLS
+from v41_model.operator_provider import OperatorProvider, find_provider
+from v41_model.operators import Operators
+from v41_model.session import ModelSession
+from v41_model.swap import Swap, parse_swaps
+from v41_model.swap_report import SwapReport
+
+LAYOUT = ParallelLayout(2, 1)
+PROMPT = tuple(range(3, 40))
+
+
+class Goldens:
+    """The goldens' own destination form as a provider; ``spoil`` changes what it wrote."""
+
+    def __init__(self, spoil: Callable[[str, Mapping[str, Any]], None] | None = None) -> None:
+        self.calls: list[str] = []
+        self._spoil = spoil
+
+    def names(self) -> Collection[str]:
+        return set(CALLS)
+
+    def run(self, name: str, arguments: Mapping[str, object], /) -> None:
+        spec = find_operator(name)
+        sizes = spec.check(arguments)
+        bound = spec.bind(TINY, LAYOUT, **{symbol: sizes[symbol] for symbol in spec.given if symbol in sizes})
+        golden(name).run(bound, arguments)
+        self.calls.append(name)
+        if self._spoil is not None:
+            self._spoil(name, arguments)
+
+
+def _generated(checkpoint: Checkpoint, providers: Mapping[str, OperatorProvider]) -> tuple[list[Tensor], SwapReport]:
+    """The logits of a prefill in two chunks and of two decode steps."""
+    world = LocalWorld(LAYOUT)
+    swap = Swap(providers, world)
+    session = ModelSession.open(checkpoint, LAYOUT, world, swap.operators)
+    groups = admit(session, [Request(PROMPT, 3), Request((5,), 3)])
+    return [step.output.logits for _ in range(4) for step in advance(session, groups, 20)], swap.report
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_checkpoint: Checkpoint) -> list[Tensor]:
+    return _generated(tiny_checkpoint, {})[0]
+
+
+def test_every_operator_through_its_contract_gives_the_goldens_bits(
+    tiny_checkpoint: Checkpoint, plain: list[Tensor]
+) -> None:
+    """All operands, destinations and scalars of every operator go through the ABI and back, in all six modes."""
+    provider = Goldens()
+    logits, report = _generated(tiny_checkpoint, {name: provider for name in CALLS if name != "fp32_linear"})
+    assert set(provider.calls) == set(CALLS) - {"fp32_linear"}
+    assert report.first_difference is None, report.lines()
+    assert report.accepted
+    assert all(torch.equal(ours, expected) for ours, expected in zip(logits, plain, strict=True))
+    assert report.lines()[-1] == "every bit is the golden's"
+
+
+DESTINATIONS = [(name, tensor) for name in CALLS for tensor in find_operator(name).destinations]
+
+
+@pytest.mark.parametrize(("operator", "tensor"), DESTINATIONS)
+def test_one_wrong_element_of_any_tensor_is_found_and_named(
+    tiny_checkpoint: Checkpoint, operator: str, tensor: str
+) -> None:
+    """The third call that writes something alters one byte of it: report names operator, tensor and a layer."""
+    count = 0
+
+    def spoil(name: str, arguments: Mapping[str, Any]) -> None:
+        nonlocal count
+        count += bool(arguments[tensor].numel())
+        if count == 3:
+            arguments[tensor].view(torch.uint8).view(-1)[0] ^= 1
+
+    session_world = LocalWorld(LAYOUT)
+    swap = Swap({operator: Goldens(spoil)}, session_world)
+    session = ModelSession.open(tiny_checkpoint, LAYOUT, session_world, swap.operators)
+    groups = admit(session, [Request(PROMPT[:6], 4)])
+    for _ in range(4):
+        advance(session, groups)
+        if count >= 3:
+            break
+    first = swap.report.first_difference
+    assert first is not None
+    assert (first.operator, first.tensor, first.unequal) == (operator, tensor, 1)
+    assert "first difference: " + first.place in "\n".join(swap.report.lines())
+
+
+def test_the_layer_is_named(tiny_checkpoint: Checkpoint, plain: list[Tensor]) -> None:
+    """A norm that is wrong in one layer of one rank stands there, though everything behind it changes too."""
+    calls = 0
+
+    def spoil(name: str, arguments: Mapping[str, Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2 * 2 * 3 + 1:  # two norms a layer on each of two ranks; in layer 3 rank 0 comes first
+            arguments["out"][1, :8] += 3
+
+    logits, report = _generated(tiny_checkpoint, {"rms_norm": Goldens(spoil)})
+    assert not torch.equal(logits[0], plain[0])
+    first = report.first_difference
+    assert first is not None
+    assert first.layer == 3
+    assert "rank 0" in first.first
+    assert "REJECTED" in first.first
+    assert not report.accepted
+    assert "first rejection: layer 3 rms_norm out" in report.lines()[-1]
+
+
+def test_a_small_error_of_floats_is_told_and_accepted(tiny_checkpoint: Checkpoint) -> None:
+    def spoil(name: str, arguments: Mapping[str, Any]) -> None:
+        arguments["out"].view(torch.int16)[0, 0] ^= 1
+
+    _, report = _generated(tiny_checkpoint, {"mhc_pre": Goldens(spoil)})
+    assert report.first_difference is not None
+    assert "within bounds" in report.first_difference.first
+    assert report.accepted
+
+
+def test_a_destination_left_alone_is_rejected(tiny_checkpoint: Checkpoint) -> None:
+    class Idle(Goldens):
+        def run(self, name: str, arguments: Mapping[str, object], /) -> None: ...
+
+    for operator in ("mhc_post", "combine"):
+        with pytest.raises(RankError, match="NaN"):
+            _generated(tiny_checkpoint, {operator: Idle()})
+
+
+def test_a_report_of_nothing_is_no_acceptance() -> None:
+    report = SwapReport()
+    assert not report.accepted
+    assert report.lines() == ["no exchanged operator was called"]
+
+
+class TestChoice:
+    def test_texts(self) -> None:
+        assert parse_swaps(["rms_norm,mhc_post=pypto", "o_proj=mine"]) == {
+            "rms_norm": "pypto",
+            "mhc_post": "pypto",
+            "o_proj": "mine",
+        }
+        assert parse_swaps(["all=pypto"]) == {"all": "pypto"}
+
+    @pytest.mark.parametrize(
+        ("texts", "pattern"),
+        [
+            (["rms_norm"], r"OPERATOR\[,OPERATOR...\]=PROVIDER"),
+            (["=pypto"], "PROVIDER"),
+            (["rms_norm="], "PROVIDER"),
+            (["rmsnorm=pypto"], r"did you mean rms_norm\?"),
+            (["rms_norm=a", "rms_norm=b"], "rms_norm twice"),
+            (["rms_norm,=a"], "an operator that can be exchanged"),
+        ],
+    )
+    def test_texts_of_another_form(self, texts: list[str], pattern: str) -> None:
+        with pytest.raises(ProviderError, match=pattern):
+            parse_swaps(texts)
+
+    def test_an_operator_that_the_provider_has_not(self) -> None:
+        class Few(Goldens):
+            def names(self) -> Collection[str]:
+                return ["rms_norm"]
+
+        with pytest.raises(ProviderError, match=r"swap o_proj: expected one of rms_norm"):
+            Swap({"o_proj": Few()}, LocalWorld(1))
+
+    def test_all_means_what_both_have(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Some(Goldens):
+            def names(self) -> Collection[str]:
+                return ["rms_norm", "o_proj", "nobody_calls_this"]
+
+        monkeypatch.setattr("v41_model.swap.find_provider", lambda name: Some())
+        swap = Swap.of_installed({"all": "mine"}, LocalWorld(1))
+        exchanged = swap.operators.at(0)
+        changed = {name for name in Operators.names() if getattr(exchanged, name) is not getattr(Operators(), name)}
+        assert changed == {"rms_norm", "o_proj"}
+        assert swap.operators.at(0) is swap.operators.at(1).at(0), "whichever table is asked"
+
+
+class TestProviders:
+    @pytest.fixture
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+        def install(name: str, value: str) -> None:
+            point = EntryPoint(name, value, operator_provider.PROVIDER_GROUP)
+            monkeypatch.setattr(operator_provider, "entry_points", lambda group: [point])
+
+        return install
+
+    def test_a_class_is_made_and_an_object_taken(
+        self, install: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = ModuleType("a_distribution")
+        vars(module).update(Kind=Goldens, ready=Goldens())
+        monkeypatch.setitem(sys.modules, "a_distribution", module)
+        install("mine", "a_distribution:Kind")
+        assert isinstance(find_provider("mine"), Goldens)
+        install("mine", "a_distribution:ready")
+        assert find_provider("mine") is vars(module)["ready"]
+
+    def test_one_that_is_not_installed(self, install: Callable[[str, str], None]) -> None:
+        install("mine", "nowhere:at_all")
+        with pytest.raises(ProviderError, match=r"provider: expected an installed provider of operators: mine"):
+            find_provider("other")
+
+    @pytest.mark.parametrize(
+        ("value", "pattern"),
+        [("nowhere:at_all", "ModuleNotFoundError"), ("json:loads", "TypeError"), ("builtins:dict", "names")],
+    )
+    def test_what_is_no_provider(self, install: Callable[[str, str], None], value: str, pattern: str) -> None:
+        install("mine", value)
+        with pytest.raises(ProviderError, match=pattern):
+            find_provider("mine")
