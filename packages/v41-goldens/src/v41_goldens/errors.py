@@ -31,3 +31,7 @@ class JudgementError(GoldenError, AssertionError):
 
     Also an `AssertionError`, so that a test runner counts a failed test and not a broken one.
     """
+
+
+class TreeError(GoldenError):
+    """A saved tree cannot be used; `where` is the file, or the field of its manifest."""

@@ -60,6 +60,17 @@ def backbone(
     return x_hc, pre_mix
 
 
+def boundary_logits(tokens: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
+    """Embed, collapse, norm and head with no layer between: INT `[T]` -> FP32 `[T, V]`, the ends of the model alone.
+
+    Raises:
+        OperandError: an id outside the vocabulary.
+    """
+    check_tokens(tokens, len(tokens), config)
+    collapsed = mhc_pre(*entry_streams(weights.embed[tokens.long()], config.hc_mult))
+    return fp32_linear(rms_norm(collapsed, weights.norm, config.rms_norm_eps), weights.head)
+
+
 def final_logits(ctx: ForwardContext, weights: ModelWeights, x_hc: Tensor, pre_mix: Tensor) -> Tensor:
     """Collapse with the last layer's pre-mix, norm, head: FP32 `[T, V]`."""
     collapsed = ctx.record(None, "final.collapsed", mhc_pre(x_hc, pre_mix))

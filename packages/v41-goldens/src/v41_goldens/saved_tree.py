@@ -1,0 +1,210 @@
+"""Operands and results of a run as files: `DIR/replicated` and `DIR/sharded`, a manifest and two safetensors each.
+
+A tree belongs to one operator, preset and wiring. It is untrusted: nothing but the three files is opened, sizes are
+known from the operator's contract before anything is read, and every file has to have the digest of the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from v41_config import BoundOperator, ModelConfig, OperatorSpec, ParallelLayout, find_operator
+from v41_goldens.errors import TreeError
+
+FORMAT_VERSION = 1
+"""Changes with the layout of the files and with the arithmetic of the goldens: results of another one are refused."""
+
+Wiring = Literal["replicated", "sharded"]
+
+INPUTS, OUTPUTS, MANIFEST = "inputs.safetensors", "outputs.safetensors", "manifest.json"
+
+_MANIFEST_LIMIT = 1 << 20
+_HEADER_LIMIT = 16 << 20
+"""Bytes that a manifest, and the header of a safetensors file, may have."""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class _Manifest(BaseModel):
+    """`ranks`: extents and scalars of each."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format_version: int
+    operator: str = Field(max_length=200)
+    preset: str = Field(max_length=200)
+    wiring: Wiring
+    tp: int = Field(ge=1, le=64)
+    dp: int = Field(ge=1, le=64)
+    extents: list[dict[str, int]] = Field(max_length=4096)
+    scalars: list[dict[str, int | float]] = Field(max_length=4096)
+    inputs: _File
+    outputs: _File
+
+
+@dataclass(frozen=True)
+class SavedTree:
+    """What a tree holds, by rank: contracts, arguments as they were before the run, destinations after it."""
+
+    layout: ParallelLayout
+    extents: tuple[dict[str, int], ...]
+    bounds: tuple[BoundOperator, ...]
+    arguments: tuple[dict[str, object], ...]
+    outputs: tuple[dict[str, Tensor], ...]
+
+
+def save_tree(
+    directory: Path,
+    preset: str,
+    wiring: Wiring,
+    spec: OperatorSpec,
+    layout: ParallelLayout,
+    extents: Sequence[Mapping[str, int]],
+    arguments: Sequence[Mapping[str, object]],
+    outputs: Sequence[Mapping[str, Tensor]],
+) -> Path:
+    """Write `directory/wiring`, whole or not at all; gives its path. `extents`: what each rank's contract is bound to.
+
+    Raises:
+        TreeError: there is one already, or it cannot be written.
+    """
+    place = directory / wiring
+    if os.path.lexists(place):
+        raise TreeError(str(place), "something there", "a new directory")
+    temporary = directory / f".{secrets.token_hex(8)}.partial"
+    try:
+        temporary.mkdir(parents=True)
+        inputs = [{k: v for k, v in given.items() if isinstance(v, Tensor)} for given in arguments]
+        for name, ranks in ((INPUTS, inputs), (OUTPUTS, outputs)):
+            flat = {f"rank{r}.{k}": v.contiguous().clone() for r, part in enumerate(ranks) for k, v in part.items()}
+            save_file(flat, temporary / name)
+        manifest = _Manifest(
+            format_version=FORMAT_VERSION,
+            operator=spec.name,
+            preset=preset,
+            wiring=wiring,
+            tp=layout.tp,
+            dp=layout.dp,
+            extents=[dict(sizes) for sizes in extents],
+            scalars=[
+                {k: v for k, v in given.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+                for given in arguments
+            ],
+            inputs=_described(temporary / INPUTS),
+            outputs=_described(temporary / OUTPUTS),
+        )
+        (temporary / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+        os.replace(temporary, place)
+    except (OSError, SafetensorError) as error:
+        raise TreeError(str(place), str(error), "a directory that can be written") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return place
+
+
+def load_tree(directory: Path, operator: str, preset: str, config: ModelConfig, wiring: Wiring) -> SavedTree:
+    """Read `directory/wiring`.
+
+    Raises:
+        TreeError: no tree, one of another operator, preset, wiring or version, or a file that is not what the manifest
+            or the operator's contract says.
+        V41Error: extents that the operator cannot have.
+    """
+    place = directory / wiring
+    manifest = _read_manifest(place)
+    asked = {"format_version": FORMAT_VERSION, "operator": operator, "preset": preset, "wiring": wiring}
+    for name, expected in asked.items():
+        if getattr(manifest, name) != expected:
+            raise TreeError(f"{place / MANIFEST}: {name}", getattr(manifest, name), repr(expected))
+    layout = ParallelLayout(manifest.tp, manifest.dp)
+    for name in ("extents", "scalars"):
+        if len(getattr(manifest, name)) != layout.world_size:
+            raise TreeError(f"{place / MANIFEST}: {name}", len(getattr(manifest, name)), f"{layout.world_size} ranks")
+    spec = find_operator(operator)
+    bounds = tuple(spec.bind(config, layout, **extents) for extents in manifest.extents)
+    inputs = _read(place / INPUTS, manifest.inputs, bounds, [tensor.name for tensor in spec.tensors])
+    outputs = _read(place / OUTPUTS, manifest.outputs, bounds, list(spec.destinations))
+    arguments: list[dict[str, object]] = [{**t, **s} for t, s in zip(inputs, manifest.scalars, strict=True)]
+    return SavedTree(layout, tuple(manifest.extents), bounds, tuple(arguments), outputs)
+
+
+def _read_manifest(place: Path) -> _Manifest:
+    path = _inside(place, MANIFEST)
+    try:
+        if path.stat().st_size > _MANIFEST_LIMIT:
+            raise TreeError(str(path), path.stat().st_size, f"at most {_MANIFEST_LIMIT} bytes")
+        return _Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise TreeError(f"{path}: {where}", first.get("input"), first["msg"]) from None
+    except OSError as error:
+        raise TreeError(str(path), error.strerror, "the manifest of a saved tree") from error
+
+
+def _inside(place: Path, name: str) -> Path:
+    """A regular file of the tree itself: a link could lead anywhere."""
+    path = place / name
+    if place.is_symlink() or path.is_symlink():
+        raise TreeError(str(path), "a symbolic link", "a file of the tree itself")
+    if not path.is_file():
+        raise TreeError(str(path), "no such file", "a file of a saved tree")
+    return path
+
+
+def _read(
+    path: Path, described: _File, bounds: Sequence[BoundOperator], names: Sequence[str]
+) -> tuple[dict[str, Tensor], ...]:
+    path = _inside(path.parent, path.name)
+    wanted = {f"rank{rank}.{name}": bound.tensors[name] for rank, bound in enumerate(bounds) for name in names}
+    payload, size = sum(tensor.nbytes for tensor in wanted.values()), path.stat().st_size
+    if size != described.bytes or not payload < size <= payload + _HEADER_LIMIT:
+        raise TreeError(str(path), f"{size} bytes", f"{described.bytes} bytes, of which {payload} are tensors")
+    if _sha256(path) != described.sha256:
+        raise TreeError(str(path), "another SHA-256", f"{described.sha256}: a byte has changed")
+    found: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            if set(file.keys()) != wanted.keys():
+                odd = sorted(set(file.keys()) ^ wanted.keys())[0]
+                raise TreeError(f"{path}: {odd}", "missing or unknown", "a tensor for each operand and rank")
+            for name, tensor in wanted.items():
+                value = file.get_tensor(name)
+                if value.dtype != getattr(torch, tensor.spec.dtype) or tuple(value.shape) != tensor.shape:
+                    raise TreeError(
+                        f"{path}: {name}", (value.dtype, tuple(value.shape)), f"{tensor.spec} {tensor.shape}"
+                    )
+                found[name] = value
+    except SafetensorError as error:
+        raise TreeError(str(path), str(error), "a safetensors file") from error
+    return tuple({name: found[f"rank{rank}.{name}"] for name in names} for rank in range(len(bounds)))
+
+
+def _described(path: Path) -> _File:
+    return _File(bytes=path.stat().st_size, sha256=_sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
