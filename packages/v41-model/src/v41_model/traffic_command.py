@@ -6,24 +6,23 @@ import argparse
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from v41_config import ParallelLayout
 from v41_model.atomic_file import atomic_file, require_writable
-from v41_model.collective_log import CollectiveRecord
 from v41_model.command_options import (
     Subparsers,
     add_layout_options,
     opened_checkpoint,
     set_threads,
 )
-from v41_model.traffic_formula import ATTENTION_BOUNDARY, Traffic, expected_traffic, half_layer_bytes
+from v41_model.traffic_account import site_accounts
+from v41_model.traffic_formula import ATTENTION_BOUNDARY, half_layer_bytes
 from v41_model.traffic_run import STEPS, MeasuredStep, StepShape, TrafficModel, flash_at_two_layers, measure_step
 from v41_model.wiring import Wiring
 from v41_model.world_options import opened_world
 
-__all__ = ["SiteAccount", "add_traffic_command", "site_accounts", "write_records"]
+__all__ = ["add_traffic_command", "write_records"]
 
 
 def add_traffic_command(subparsers: Subparsers) -> None:
@@ -68,75 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
             measured[name] = [measure_step(world, model, STEPS[name], wiring) for wiring in Wiring]
             for line in _report(name, STEPS[name], model, layout, measured[name]):
                 print(line, flush=True)
-            agree &= all(a.agrees for step in measured[name] for a in site_accounts(model, step))
+            agree &= all(account.agrees for step in measured[name] for account in site_accounts(model, step))
         if arguments.records is not None and 0 in world.local_ranks:
             write_records(arguments.records, measured)
     print("measured bytes equal the formula" if agree else "MEASURED BYTES DIFFER FROM THE FORMULA")
     return 0 if agree else 1
-
-
-@dataclass(frozen=True)
-class SiteAccount:
-    """One site of a step, over all ranks: calls per rank, bytes per rank as the log and as the formula has them.
-
-    Where routing makes ranks differ, ``fewest`` and ``most`` are the bytes of two different ranks, all layers
-    together. ``seconds`` is the mean over the ranks.
-    """
-
-    site: str
-    kind: str
-    calls: int
-    fewest: Traffic
-    most: Traffic
-    agrees: bool
-    seconds: float
-
-
-def site_accounts(model: TrafficModel, step: MeasuredStep) -> list[SiteAccount]:
-    """The account of every site, in the order of the first rank's calls."""
-    by_site: dict[str, dict[int, list[CollectiveRecord]]] = {}
-    for measured in step.ranks:
-        for record in measured.records:
-            by_site.setdefault(record.site.step, {}).setdefault(measured.rank, []).append(record)
-    return [_account(model, step, site, ranks) for site, ranks in by_site.items()]
-
-
-def _account(
-    model: TrafficModel, step: MeasuredStep, site: str, ranks: dict[int, list[CollectiveRecord]]
-) -> SiteAccount:
-    totals = [
-        Traffic(sum(r.bytes_sent for r in records), sum(r.bytes_received for r in records))
-        for records in ranks.values()
-    ]
-    agrees = all(
-        Traffic(record.bytes_sent, record.bytes_received) == expected
-        for rank, records in ranks.items()
-        for record, expected in zip(records, _expected(model, step, site, rank, len(records)), strict=True)
-    )
-    first = next(iter(ranks.values()))
-    seconds = sum(r.seconds for records in ranks.values() for r in records) / len(ranks)
-    fewest, most = (pick(totals, key=lambda t: t.bytes) for pick in (min, max))
-    return SiteAccount(site, first[0].kind.value, len(first), fewest, most, agrees, seconds)
-
-
-def _expected(model: TrafficModel, step: MeasuredStep, site: str, rank: int, calls: int) -> Iterator[Traffic]:
-    """What the formula says of a rank's calls at a site, one after the other."""
-    measured = step.ranks[rank]
-    group = step.groups[measured.rank // step.groups[0].mapping.layout.tp]
-    logit_rows = int((group.metadata.logit_row_indices >= 0).sum())
-    layers = len(measured.received_routes)
-    for call in range(calls):
-        received = measured.received_routes[call] if calls == layers else 0
-        sites = expected_traffic(
-            model.config,
-            group.mapping,
-            rank,
-            step.wiring,
-            logit_rows=logit_rows,
-            received_routes=received,
-            vocabulary_shards=len(model.ranks[next(iter(model.ranks))].weights.embed) < model.config.vocab_size,
-        )
-        yield sites.get(site, Traffic(0, 0))
 
 
 def _preamble(model: TrafficModel, layout: ParallelLayout, world: str) -> Iterator[str]:
@@ -166,11 +101,8 @@ def _report(
                 f"    {account.site:18}{account.kind:22}{account.calls:6}{sent:>24}{received:>24}"
                 f"{formula:>9}{milliseconds:10.3f}"
             )
-        boundary = sum(
-            r.bytes_sent + r.bytes_received
-            for r in step.ranks[0].records
-            if r.site.step in ATTENTION_BOUNDARY and r.site.layer == 0
-        )
+        crossings = [r for r in step.ranks[0].records if r.site.step in ATTENTION_BOUNDARY and r.site.layer == 0]
+        boundary = sum(r.bytes_sent + r.bytes_received for r in crossings)
         formula_bytes = half_layer_bytes(model.config, mapping, 0, step.wiring)
         yield (
             f"    attention boundary of one layer, rank 0: {boundary / 1e6:.2f} MB measured, "

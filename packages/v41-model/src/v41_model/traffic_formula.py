@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from v41_config import ModelConfig, TokenMapping
 from v41_model.wiring import Wiring
 
-__all__ = ["ATTENTION_BOUNDARY", "Traffic", "expected_traffic", "half_layer_bytes"]
+__all__ = ["ATTENTION_BOUNDARY", "OUTSIDE_LAYERS", "Traffic", "expected_traffic", "half_layer_bytes"]
 
 _BF16, _FP32, _INT32, _INT64 = 2, 4, 4, 8
 
 ATTENTION_BOUNDARY = ("attention input", "attention output")
 """The sites of a layer's crossings around attention: half a layer's TP traffic."""
+
+OUTSIDE_LAYERS = ("embedding", "final hidden", "logits")
+"""The sites of entry and exit, called once in a step; all others are called once in a layer."""
 
 
 @dataclass(frozen=True)

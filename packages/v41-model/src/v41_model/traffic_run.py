@@ -36,16 +36,25 @@ __all__ = ["STEPS", "MeasuredRank", "MeasuredStep", "StepShape", "TrafficModel",
 
 @dataclass(frozen=True)
 class StepShape:
-    """A step in which every DP group runs ``requests`` requests of ``rows`` rows after ``stored`` tokens."""
+    """A step in which every DP group runs ``requests`` requests of ``rows`` rows after ``stored`` tokens.
+
+    ``all_logits`` asks for logits of every row, as the verification of drafts does, else of each request's last one.
+    """
 
     requests: int
     rows: int
     stored: int
+    all_logits: bool = False
 
     @property
     def group_rows(self) -> int:
         """Rows of a DP group, T."""
         return self.requests * self.rows
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of a DP group that get logits."""
+        return self.group_rows if self.all_logits else self.requests
 
     def batch(self, config: ModelConfig, random: np.random.Generator) -> StepBatch:
         """Random token ids; each request has pages of its own."""
@@ -74,7 +83,7 @@ class StepShape:
 
 STEPS: Mapping[str, StepShape] = {
     "small-decode": StepShape(requests=4, rows=1, stored=1024),
-    "decode-192": StepShape(requests=32, rows=6, stored=1024),
+    "decode-192": StepShape(requests=32, rows=6, stored=1024, all_logits=True),
     "prefill-4096": StepShape(requests=4, rows=1024, stored=0),
 }
 """A small decode batch, the batch of 32 requests with a target and five draft rows, and the largest prefill."""
@@ -133,6 +142,7 @@ class MeasuredRank:
 class MeasuredStep:
     """A step in one wiring: every rank's account, the slabs of each DP group, and the elapsed seconds of all."""
 
+    shape: StepShape
     wiring: Wiring
     ranks: tuple[MeasuredRank, ...]
     groups: tuple[DpGroupMetadata[Tensor], ...]
@@ -154,7 +164,15 @@ def measure_step(world: World, model: TrafficModel, shape: StepShape, wiring: Wi
         token_ids, group = lowered[layout.dp_rank(communicator.rank)]
         rank_model = replace(model.ranks[communicator.rank], wiring=wiring)
         rank_caches = cast(PagedCaches, caches.get(communicator.rank))  # transport reads none
-        rank_model.forward(communicator, token_ids, group, rank_caches, tables, operators=model.operators)
+        rank_model.forward(
+            communicator,
+            token_ids,
+            group,
+            rank_caches,
+            tables,
+            operators=model.operators,
+            all_logits=shape.all_logits,
+        )
         return [_plain(record) for record in communicator.log.records]
 
     began = time.perf_counter()
@@ -165,7 +183,7 @@ def measure_step(world: World, model: TrafficModel, shape: StepShape, wiring: Wi
         records = tuple(_record(fields) for fields in plain)
         received = tuple(r.received[0][0] for r in records if r.site.step == "expert dispatch")
         ranks.append(MeasuredRank(rank, records, received))
-    return MeasuredStep(wiring, tuple(ranks), tuple(group for _, group in lowered), seconds)
+    return MeasuredStep(shape, wiring, tuple(ranks), tuple(group for _, group in lowered), seconds)
 
 
 def _plain(record: CollectiveRecord) -> tuple[Any, ...]:
