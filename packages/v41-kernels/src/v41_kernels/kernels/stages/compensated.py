@@ -46,13 +46,23 @@ def two_product(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def row_sum(values: Any, width: int) -> tuple[Any, Any]:
-    """Sum of each row of FP32 values `[R, width]`, not negative, as two numbers `[R, 1]`.
+    """Sum of each row of FP32 values `[R, width]`, not negative, as two numbers `[R, 1]`."""
+    return bounded_row_sum(values, pypto.amax(values, -1, keepdim=True), width)
+
+
+def signed_row_sum(values: Any, width: int) -> tuple[Any, Any]:
+    """The same for values of any sign."""
+    return bounded_row_sum(values, pypto.amax(pypto.abs(values), -1, keepdim=True), width)
+
+
+def bounded_row_sum(values: Any, largest: Any, width: int) -> tuple[Any, Any]:
+    """Sum of each row of FP32 values `[R, width]` whose magnitudes are at most `largest` `[R, 1]`.
 
     Adding and subtracting an anchor rounds values to its last place. Such slices have one quantum and so few bits that
     FP32 adds a row of them without rounding, in any order; three leave a rest below 2^-26 of the largest value.
     """
     bits = (width - 1).bit_length()
-    anchor = pypto.maximum(pypto.amax(values, -1, keepdim=True), 1e-30) * 2.0 ** (bits + 1)
+    anchor = pypto.maximum(largest, 1e-30) * 2.0 ** (bits + 1)
     rest = values
     sums = []
     for _ in range(3):
