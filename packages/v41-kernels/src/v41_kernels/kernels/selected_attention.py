@@ -32,8 +32,9 @@ def sections(window: int, selected: int) -> list[tuple[int, list[tuple[bool, int
     return chunks
 
 
-def decoded(cache: Any, scale: Any, numbers: Any, token: Any, start: Any, count: int, width: int, window: bool) -> Any:
-    """BF16 `[count, width]` of rows of the window (or compressed) cache."""
+def decoded(source: Any, token: Any, start: Any, count: int, width: int, window: bool) -> Any:
+    """BF16 `[count, width]` of rows of the window's (or the compressed) cache, `source` being cache, scale, numbers."""
+    cache, scale, numbers = source
     stored, groups = (width, width // 32) if window else (width // 2, width // 16)
     codes = gathered(cache, numbers, token, start, count, stored)
     scales = gathered(scale, numbers, token, start, count, groups)
@@ -41,10 +42,30 @@ def decoded(cache: Any, scale: Any, numbers: Any, token: Any, start: Any, count:
     return decode(codes, scales, count, width)
 
 
+def walk(
+    q: Any, state: Any, window: Any, selection: Any, token: Any, H: int, width: int, entries: int, selected: int
+) -> None:
+    """Takes every chunk of a token's list into the state."""
+    for trips, parts in sections(entries, selected):
+        total = sum(part[2] for part in parts)
+        for chunk in pypto.loop(trips, name="CHUNKS", idx_name="chunk"):
+            rows = pypto.tensor([total, width], pypto.DT_BF16, "chunk_rows")
+            live = pypto.tensor([1, total], pypto.DT_FP32, "chunk_live")
+            place = 0
+            for from_window, first, count in parts:
+                source = window if from_window else selection
+                start = first + chunk * CHUNK
+                part_rows = decoded(source, token, start, count, width, from_window)
+                pypto.assemble(pypto.clone(part_rows), [place, 0], rows)
+                pypto.assemble(live_columns(source[2], token, start, count), [0, place], live)
+                place += count
+            pypto.set_vec_tile_shapes(H, COLUMN_TILE)
+            q_tile = pypto.view(q, [H, width], [token * H, 0])
+            attend_chunk(q_tile, rows, live, *state, H, total, width, width**-0.5)
+
+
 def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int, INDEX_TOPK: int) -> Callable[..., None]:
     """The entry for `H_local` heads, windows of `WINDOW` tokens and selections of `INDEX_TOPK` entries."""
-    scale = HEAD_DIM**-0.5
-    walked = sections(WINDOW, INDEX_TOPK)
 
     def selected_attention(
         q: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
@@ -64,26 +85,10 @@ def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int, INDEX_TOPK: int) -> 
             accumulator = pypto.tensor([H_local, HEAD_DIM], pypto.DT_FP32, "accumulator")
             for _once in pypto.loop(1, name="BEGIN", idx_name="once"):
                 begin(maximum, denominator, accumulator, H_local, HEAD_DIM)
-            for trips, parts in walked:
-                for chunk in pypto.loop(trips, name="CHUNKS", idx_name="chunk"):
-                    total = sum(part[2] for part in parts)
-                    rows = pypto.tensor([total, HEAD_DIM], pypto.DT_BF16, "chunk_rows")
-                    live = pypto.tensor([1, total], pypto.DT_FP32, "chunk_live")
-                    place = 0
-                    for window, first, count in parts:
-                        start = first + chunk * CHUNK
-                        cache, cache_scale, numbers = (
-                            (window_kv, window_kv_scale, window_indices)
-                            if window
-                            else (compressed_kv, compressed_kv_scale, topk_rows)
-                        )
-                        part_rows = decoded(cache, cache_scale, numbers, token, start, count, HEAD_DIM, window)
-                        pypto.assemble(pypto.clone(part_rows), [place, 0], rows)
-                        pypto.assemble(live_columns(numbers, token, start, count), [0, place], live)
-                        place = place + count
-                    pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
-                    q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
-                    attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H_local, total, HEAD_DIM, scale)
+            state = [maximum, denominator, accumulator]
+            window = [window_kv, window_kv_scale, window_indices]
+            selection = [compressed_kv, compressed_kv_scale, topk_rows]
+            walk(q, state, window, selection, token, H_local, HEAD_DIM, WINDOW, INDEX_TOPK)
             for _once in pypto.loop(1, name="END", idx_name="once"):
                 pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
                 sink = pypto.reshape(attn_sink, [H_local, 1])
