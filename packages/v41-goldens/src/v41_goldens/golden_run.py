@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from v41_config import STATE_CAPACITY, BoundOperator, ParallelLayout, operators
 from v41_goldens.errors import OperandError
 from v41_goldens.fixtures import FixtureCase, operator_fixture
 from v41_goldens.judges import (
+    ROW_BOUNDS,
+    RowBounds,
     Verdict,
     judge_equal_bits,
     judge_row_bounds,
@@ -62,6 +64,9 @@ class GoldenRun:
 
 
 Arguments = list[dict[str, object]]
+
+Candidate = Callable[[Sequence[BoundOperator], Arguments], object]
+"""An operator of somebody else over all ranks: writes into the destinations among each rank's arguments."""
 
 
 def wirings(name: str, wiring: str = "both") -> dict[Wiring, str]:
@@ -140,10 +145,61 @@ def validate(
     return GoldenRun(tuple(checks))
 
 
+def validate_candidate(
+    name: str, candidate: Candidate, case: FixtureCase, *, wiring: str = "both", row_bounds: RowBounds = ROW_BOUNDS
+) -> GoldenRun:
+    """Run somebody else's operator on the golden's operands, and judge what it leaves behind against the golden.
+
+    Active rows of floating-point results within `row_bounds`; codes, scales, ids and masks to the bit; operands,
+    inactive rows and storage as `validate` has them.
+
+    Args:
+        candidate: `candidate(bounds, arguments)`, one of each for every rank, in each wiring.
+
+    Raises:
+        V41Error: no such operator or wiring, or a layout that it cannot have.
+    """
+    checks: list[Check] = []
+    for form, operator in wirings(name, wiring).items():
+        fixture = operator_fixture(operator, case)
+        expected = _run(operator, fixture.bounds, fixture.arguments)
+        actual = _copied(fixture.arguments)
+        candidate(fixture.bounds, actual)
+        for rank, (bound, old, new, right) in enumerate(
+            zip(fixture.bounds, fixture.arguments, actual, expected, strict=True)
+        ):
+            where = f"{form} rank {rank}"
+            checks += _rank_checks(where, bound, rank, old, new)
+            checks += _candidate_checks(where, Call.of(bound, old, rank), new, right, row_bounds)
+    return GoldenRun(tuple(checks))
+
+
+def _candidate_checks(
+    where: str, call: Call, actual: Mapping[str, object], expected: Mapping[str, object], row_bounds: RowBounds
+) -> Iterator[Check]:
+    for tensor in call.bound.spec.tensors:
+        if tensor.direction == "in":
+            continue
+        rows = call.active_rows(tensor.dims[0])
+        found, wanted = _tensor(actual, tensor.name)[:rows], _tensor(expected, tensor.name)[:rows]
+        if tensor.dtype in ("bfloat16", "float32") and tensor.direction == "out" and tensor.name not in _UNBOUNDED:
+            shape = (len(wanted), -1) if wanted.numel() else (0, 1)
+            yield Check(
+                f"{where} {tensor.name}",
+                judge_row_bounds(found.reshape(shape), wanted.reshape(shape), None, row_bounds),
+            )
+        else:
+            yield Check(f"{where} {tensor.name}", judge_equal_bits(found, wanted))
+
+
 def _run(operator: str, bounds: Sequence[BoundOperator], before: Sequence[Mapping[str, object]]) -> Arguments:
-    arguments = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in given.items()} for given in before]
+    arguments = _copied(before)
     golden(operator).run_ranks(bounds, arguments)
     return arguments
+
+
+def _copied(arguments: Sequence[Mapping[str, object]]) -> Arguments:
+    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in given.items()} for given in arguments]
 
 
 def _outputs(operator: str, given: Mapping[str, object]) -> dict[str, Tensor]:

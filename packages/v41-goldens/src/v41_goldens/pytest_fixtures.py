@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from v41_goldens.judges import RowBounds
+    from v41_config import ModelConfig, ParallelLayout
+    from v41_goldens.fixtures import FixtureBatch, FixtureCase
+    from v41_goldens.golden_run import GoldenRun
+    from v41_goldens.judges import RelativeBudget, RowBounds
+    from v41_goldens.rank_simulator import RankSimulator
 
 
 class AssertOutput(Protocol):
@@ -38,6 +42,82 @@ def v41_row_bounds() -> RowBounds:
     from v41_goldens.judges import ROW_BOUNDS
 
     return ROW_BOUNDS
+
+
+@pytest.fixture(scope="session")
+def v41_relative_budget() -> RelativeBudget:
+    """The budget of attention outputs by relative L2 and cosine, for `judge_relative_budget`."""
+    from v41_goldens.judges import RELATIVE_BUDGET
+
+    return RELATIVE_BUDGET
+
+
+@pytest.fixture(scope="session")
+def v41_presets() -> Mapping[str, ModelConfig]:
+    """Model configs by name: `v41_presets["tiny"]`."""
+    from v41_config import PRESETS
+
+    return PRESETS
+
+
+@pytest.fixture
+def v41_layout(request: pytest.FixtureRequest) -> ParallelLayout:
+    """The layout of the marker `v41_layouts`; one rank without it."""
+    from v41_config import ParallelLayout
+
+    tp, dp = getattr(request, "param", (1, 1))
+    return ParallelLayout(tp, dp)
+
+
+@pytest.fixture
+def v41_case(v41_layout: ParallelLayout) -> Callable[..., FixtureCase]:
+    """`v41_case(**fields)`: a `FixtureCase` of `v41_layout`, with 33 tokens of which 31 are active, and 6 requests."""
+    from v41_goldens.fixtures import FixtureCase
+
+    def make(**fields: Any) -> FixtureCase:
+        plain = {} if "tokens" in fields else {"active_tokens": 31}
+        return FixtureCase(**{"layout": v41_layout, **plain, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def v41_batch() -> Callable[..., FixtureBatch]:
+    """`v41_batch(case, dp_rank=0)`: metadata of a ragged batch, and caches with its history among NaN."""
+    from v41_goldens.fixtures import fixture_batch
+
+    return fixture_batch
+
+
+@pytest.fixture(scope="session")
+def v41_rank_simulator() -> Callable[[ModelConfig, ParallelLayout], RankSimulator]:
+    """`v41_rank_simulator(config, layout)`: the transports between ranks over lists of tensors."""
+    from v41_goldens.rank_simulator import RankSimulator
+
+    return RankSimulator
+
+
+@pytest.fixture
+def v41_validate(
+    v41_case: Callable[..., FixtureCase], v41_row_bounds: RowBounds, record_property: Callable[[str, object], None]
+) -> Callable[..., GoldenRun]:
+    """`v41_validate(name, candidate=None, wiring="both", **fields)`: judge an operator on the case of `v41_case`.
+
+    `candidate(bounds, arguments)` writes into every rank's destinations and is compared with the golden by
+    `v41_row_bounds`; without one the golden itself is judged. `assert result.passed, result.error` is left to the test.
+    """
+    from v41_goldens.golden_run import validate, validate_candidate
+
+    def run(name: str, candidate: Any = None, *, wiring: str = "both", **fields: Any) -> GoldenRun:
+        case = v41_case(**fields)
+        if candidate is None:
+            result = validate(name, case, wiring=wiring)
+        else:
+            result = validate_candidate(name, candidate, case, wiring=wiring, row_bounds=v41_row_bounds)
+        record_property(name, result.error or f"{len(result.checks)} verdicts accept")
+        return result
+
+    return run
 
 
 @pytest.fixture

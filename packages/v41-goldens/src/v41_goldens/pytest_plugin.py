@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
+LAYOUTS_MARKER = "v41_layouts"
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Add the fixtures, which pytest has to be imported for."""
+    """Add the marker, and the fixtures, which pytest has to be imported for."""
+    config.addinivalue_line(
+        "markers", f"{LAYOUTS_MARKER}(*pairs): run a test that takes `v41_layout` for each `(tp, dp)`"
+    )
     config.pluginmanager.register(import_module("v41_goldens.pytest_fixtures"), "v41_goldens.pytest_fixtures")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each pair of `@pytest.mark.v41_layouts((1, 1), (2, 2), (4, 1))`, named `[2-2]`."""
+    pairs = [pair for marker in metafunc.definition.iter_markers(LAYOUTS_MARKER) for pair in marker.args]
+    if pairs:
+        ids = ["-".join(map(str, pair)) for pair in pairs]
+        metafunc.parametrize("v41_layout", pairs, indirect=True, ids=ids)
