@@ -116,6 +116,7 @@ _PROJECTIONS = (
     _kernel("publish_compressed_kv"),
     _kernel("publish_index_key"),
     _kernel("candidate_blocks"),
+    *(_kernel(f"hierarchical_sparse_indexer_{mode}") for mode in ("c2a_full", "c1a_full", "c1a_reindex")),
     _kernel("sparse_attention", _BF16_ULP),
     _kernel("grouped_output", _BF16_ULP, sizes=_output_groups),
     _kernel(
