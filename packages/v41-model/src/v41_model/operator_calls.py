@@ -143,8 +143,12 @@ def _index_queries(
     return {"qr": qr, "x": x, **projections, **_rope(cos, sin)}
 
 
-def _candidate_blocks(scores: Tensor, visible: Tensor, _: ModelConfig) -> Arguments:
-    return {"scores": scores, "compressed_lens": visible.int().flatten()}
+def _candidate_blocks(scores: Tensor, visible: Tensor, config: ModelConfig) -> Arguments:
+    scalars = {
+        "candidate_block_size": config.candidate_block_size,
+        "candidate_topk_blocks": config.candidate_topk_blocks,
+    }
+    return {"scores": scores, "compressed_lens": visible.int().flatten(), **scalars}
 
 
 def _sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, _: float) -> Arguments:
