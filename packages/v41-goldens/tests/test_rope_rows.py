@@ -36,6 +36,26 @@ def test_rows_are_shared_by_profile_and_positions() -> None:
         assert_equal_bits(rows.rows(profile, here)[0], tables[profile][0][here.long()], profile)
 
 
+def test_the_active_count_is_part_of_the_key() -> None:
+    """Rows behind it are not looked at: garbage there is no other batch, and no error."""
+    tables = rope_tables(TINY, 32)
+    rows = RopeRows(tables)
+    first = rows.rows("swa", positions(3, -1, 9, 1 << 30), 3)
+    assert rows.rows("swa", positions(3, -1, 9, -7), 3) is first
+    assert rows.gathers == 1
+    assert rows.rows("swa", positions(3, -1, 9, 4)) is not first
+    assert rows.rows("swa", positions(3, -1, 9, 4), 2) is not first
+    assert rows.rows("swa", positions(3, -1, 9), 3) is not first, "another number of rows"
+    assert rows.gathers == 4
+    cos, sin = first
+    assert_equal_bits(cos[[0, 2]], tables["swa"][0][[3, 9]], "cosines")
+    assert (cos[1].tolist(), sin[1].tolist()) == ([1.0] * 16, [0.0] * 16), "a negative position does not rotate"
+    assert not cos[3].any()
+    assert not sin[3].any()
+    with pytest.raises(PositionError, match="num_tokens: expected 0 to T = 2, found 3"):
+        rows.rows("swa", positions(1, 2), 3)
+
+
 def test_positions_outside_the_table_are_refused_and_not_kept() -> None:
     rows = RopeRows(rope_tables(TINY, 32))
     with pytest.raises(PositionError, match="below capacity 32"):

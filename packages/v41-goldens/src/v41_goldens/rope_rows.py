@@ -1,4 +1,4 @@
-"""RoPE rows of one forward: gathered once for each distinct pair of profile and positions (model.md section 7)."""
+"""RoPE rows of one forward, gathered once for each distinct profile, positions and count (model.md section 7)."""
 
 from __future__ import annotations
 
@@ -26,20 +26,33 @@ class RopeRows:
 
     def __init__(self, tables: RopeTables, materialize: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
         self._tables, self._materialize = tables, materialize
-        self._rows: list[tuple[RopeProfile, Tensor, tuple[Tensor, Tensor]]] = []
+        self._rows: list[tuple[RopeProfile, Tensor, int, tuple[Tensor, Tensor]]] = []
 
     @property
     def gathers(self) -> int:
         return len(self._rows)
 
-    def rows(self, profile: RopeProfile, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine FP32 `[T, rope_dim / 2]` of INT32 `position_ids` `[T]`; negative is no rotation."""
-        for known_profile, known_positions, rows in self._rows:
-            if known_profile == profile and (
-                known_positions is position_ids or torch.equal(known_positions, position_ids)
+    def rows(self, profile: RopeProfile, position_ids: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine FP32 `[T, rope_dim / 2]` of INT32 `position_ids` `[T]`; negative is no rotation.
+
+        `count` rows are active, all by default; what stands behind them is not looked at, and its rows are zero.
+
+        Raises:
+            PositionError: an active position beyond the tables, or a count that is not between 0 and T.
+        """
+        active = position_ids.shape[0] if count is None else count
+        for known_profile, known_positions, known_count, rows in self._rows:
+            if (known_profile, known_count) == (profile, active) and _equal_positions(
+                known_positions, position_ids, active
             ):
                 return rows
         materialize = self._materialize or materialize_rope_rows
-        gathered = materialize(*self._tables[profile], position_ids, position_ids.shape[0])
-        self._rows.append((profile, position_ids, gathered))
+        gathered = materialize(*self._tables[profile], position_ids, active)
+        self._rows.append((profile, position_ids, active, gathered))
         return gathered
+
+
+def _equal_positions(known: Tensor, positions: Tensor, active: int) -> bool:
+    if known is positions:
+        return True
+    return known.shape == positions.shape and torch.equal(known[:active], positions[:active])
