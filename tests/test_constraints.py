@@ -9,7 +9,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 WORKSPACE = Path(__file__).parents[1]
-ROOTS = [*(path.parent.name for path in WORKSPACE.glob("packages/*/pyproject.toml")), "pytest", "hypothesis", "mypy"]
+ROOTS = [
+    *(path.parent.name for path in WORKSPACE.glob("packages/*/pyproject.toml")),
+    "pytest",
+    "hypothesis",
+    "mypy",
+    "tokenizers",
+]
 
 
 def pins() -> dict[str, Requirement]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from v41_config import FLASH, TINY, ModelConfig
 from v41_goldens.capture import Capture
 from v41_goldens.reference_engine import ReferenceEngine
+from v41_goldens.rms_norm import rms_norm
 from v41_goldens.weights import ModelWeights
 from v41_loader import Checkpoint, expected_tensors
 from v41_loader.inventory import NOT_COMPARABLE
@@ -72,6 +75,67 @@ def test_generate_stops_at_eos_only_if_asked(
     assert capsys.readouterr().out.endswith("request 2 done: 1 1\n")
     main(["generate", *options, "--stop-at-eos"])
     assert capsys.readouterr().out.endswith("request 2 done: 1\n")
+
+
+def test_sampling_follows_its_seed(
+    tiny_directory: Path, requests_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--checkpoint", str(tiny_directory), "--requests", str(requests_file), "--max-new-tokens", "3"]
+    outputs = []
+    for more in (
+        ["--seed", "5"],
+        ["--seed", "5", "--sequences", "1", "--dp", "2"],
+        ["--seed", "6"],
+        ["--top-p", "1e-9"],
+    ):
+        assert main(["generate", *options, "--no-stream", "--temperature", "1.5", *more]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1], "company and layout change nothing"
+    assert len(set(outputs)) == 3
+    assert main(["generate", *options, "--no-stream"]) == 0
+    assert capsys.readouterr().out == outputs[3], "the likeliest token alone is greedy"
+    wrong = {"--temperature": "-1", "--top-p": "0", "--seed": "-1", "--sequences": "0", "--stop-id": "512"}
+    for option, value in wrong.items():
+        assert main(["generate", *options, option, value]) == 2
+        assert option.strip("-").replace("-", "_") in capsys.readouterr().err
+
+
+def test_the_speed_is_told_at_the_end(
+    tiny_directory: Path, requests_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--checkpoint", str(tiny_directory), "--requests", str(requests_file), "--max-new-tokens", "2"]
+    assert main(["generate", *options]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"v41-model: 6 tokens in \d+\.\d\d s, \d+\.\d tokens/s, prompts of 9 tokens included", line)
+
+
+def test_swapped_operators_are_reported(
+    tiny_directory: Path,
+    requests_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Provider:
+        factor = 1.0
+
+        def names(self) -> list[str]:
+            return ["rms_norm"]
+
+        def run(self, name: str, arguments: dict[str, Any], /) -> None:
+            exact = rms_norm(arguments["x"], arguments["weight"], arguments["eps"])
+            arguments["out"].copy_(exact * self.factor)
+
+    monkeypatch.setattr("v41_model.swap.find_provider", lambda name: Provider())
+    shared = ["--checkpoint", str(tiny_directory), "--requests", str(requests_file), "--swap", "rms_norm=mine"]
+    assert main(["generate", *shared, "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "swap: every bit is the golden's"
+    Provider.factor = 1.5
+    assert main(["forward", *shared, "--out", str(tmp_path / "out"), "--tp", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any("swap: first difference: layer 0 rms_norm out (call 1, rank 0" in line for line in lines)
+    assert main(["generate", *shared, "--max-new-tokens", "2", "--swap", "rms_norm=other"]) == 2
+    assert "rms_norm twice" in capsys.readouterr().err
 
 
 def _forward(directory: Path, requests: Path, out: Path, *options: str) -> dict[str, Tensor]:
@@ -206,10 +270,11 @@ def test_files_without_engram_carry_no_notice(tiny_directory: Path, requests_fil
         ("", r"requests\.json: expected JSON in UTF-8, found 'Expecting value"),
         ("\xff", r"requests\.json: expected JSON in UTF-8"),
         ("[" * 100000, r"requests\.json: expected JSON in UTF-8"),
-        ("[[1]]", r'requests\.json: expected {"requests": \[\[token ids\], \.\.\.\]}, found \[\[1\]\]'),
+        ("[[1]]", r'requests\.json: expected {"requests": \[\[token ids\] or "text", \.\.\.\]}, found \[\[1\]\]'),
         ('{"requests": []}', r"requests\.json requests: expected at least one entry"),
         ('{"requests": [[1], []]}', r"requests\[1\]: expected at least one entry"),
-        ('{"requests": [1]}', r"requests\[0\]: expected a list, found 1"),
+        ('{"requests": [1]}', r"requests\[0\]: expected a list of token ids, or text, found 1"),
+        ('{"requests": [""]}', r"requests\[0\]: expected at least one entry"),
         ('{"requests": [[1, true]]}', r"requests\[0\]\[1\]: expected a token id, an integer, found True"),
         ('{"requests": [[1.0]]}', r"requests\[0\]\[0\]: expected a token id, an integer, found 1.0"),
         ('{"requests": [["1"]]}', r"requests\[0\]\[0\]: expected a token id"),

@@ -22,7 +22,6 @@ __all__ = [
     "Subparsers",
     "add_checkpoint_options",
     "add_layout_options",
-    "add_requests_option",
     "opened_checkpoint",
     "opened_session",
     "set_threads",
@@ -43,13 +42,6 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "--without-engram",
         action="store_true",
         help="accept a checkpoint with Engram and run without it: not comparable with the released model",
-    )
-
-
-def add_requests_option(parser: argparse.ArgumentParser) -> None:
-    """``--requests``."""
-    parser.add_argument(
-        "--requests", type=Path, required=True, metavar="FILE.json", help='{"requests": [[token ids], ...]}'
     )
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "RankError",
     "RequestError",
     "SessionError",
+    "TextError",
     "VectorsError",
     "WorldError",
 ]
@@ -63,3 +64,7 @@ class OptionError(V41Error):
 
 class ProviderError(V41Error):
     """A provider of operators that is not there, is none, or has not what was asked of it."""
+
+
+class TextError(V41Error):
+    """Text that cannot be turned into tokens, for want of a tokenizer or of one of its tokens."""

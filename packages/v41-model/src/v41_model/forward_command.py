@@ -10,12 +10,12 @@ from v41_model.command_options import (
     Subparsers,
     add_checkpoint_options,
     add_layout_options,
-    add_requests_option,
     opened_session,
 )
 from v41_model.forward_file import forward_tensors, write_tensors
-from v41_model.request_file import read_request_file
+from v41_model.prompt_options import add_prompt_options, given_prompts, token_prompts
 from v41_model.step_limits import StepLimits
+from v41_model.swap_options import add_swap_option, swapped
 from v41_model.wiring import Wiring
 from v41_model.wiring_comparison import different_tensors, verdict
 from v41_model.world_options import BOTH, add_wiring_option
@@ -27,9 +27,10 @@ def add_forward_command(subparsers: Subparsers) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("forward", help="write logits of every position, optionally every layer's tensors")
     add_checkpoint_options(parser)
-    add_requests_option(parser)
+    add_prompt_options(parser)
     add_layout_options(parser)
     add_wiring_option(parser)
+    add_swap_option(parser)
     parser.add_argument("--decode", type=int, default=0, metavar="N", help="greedy steps after the prefill (default 0)")
     parser.add_argument(
         "--capture", choices=("logits", "layers"), default="logits", help="what to write (default logits)"
@@ -40,10 +41,11 @@ def add_forward_command(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file and name it."""
-    prompts = read_request_file(arguments.requests)
+    given = given_prompts(arguments)
     require_writable(arguments.out)
-    one_step = StepLimits(sequences=len(prompts), prefill_rows=sum(map(len, prompts)))
-    with opened_session(arguments, one_step) as (checkpoint, session):
+    with opened_session(arguments) as (checkpoint, session), swapped(arguments, session) as report:
+        prompts = token_prompts(given, checkpoint.config, arguments.checkpoint, arguments.chat).tokens
+        session.limits = StepLimits(sequences=len(prompts), prefill_rows=sum(map(len, prompts)))  # one step for all
         layers = arguments.capture == "layers"
         tensors = forward_tensors(session, prompts, arguments.decode, layers)
         different = []
@@ -59,4 +61,4 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {len(tensors)} tensors of {len(prompts)} requests")
     if arguments.wiring == BOTH:
         print(verdict(different, f"{len(tensors)} tensors"))
-    return 1 if different else 0
+    return 1 if different or (report is not None and not report.accepted) else 0
