@@ -15,6 +15,7 @@ from v41_model.conform_command import add_conform_command
 from v41_model.forward_command import add_forward_command
 from v41_model.generate_command import add_generate_command
 from v41_model.traffic_command import add_traffic_command
+from v41_model.verify_kernels_command import add_verify_kernels_command
 from v41_model.world_options import printed_once
 
 __all__ = ["main"]
@@ -24,6 +25,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     add_forward_command,
     add_conform_command,
     add_traffic_command,
+    add_verify_kernels_command,
 )
 
 

@@ -72,11 +72,11 @@ def hard_case(name: str, config: ModelConfig, rows: int, active: int, seed: int 
     spec = find_operator(name)
     generator = torch.Generator().manual_seed(hash((rows, active, seed, config.hidden_size)) % 2**31)
     extents = _extents(rows) | {"ATTENDED": config.sliding_window + config.index_topk}
-    bound = spec.bind(config, **{symbol: extents[symbol] for symbol in spec.given})
+    bound = spec.bind(config, None, **{symbol: extents[symbol] for symbol in spec.given})
     tensors = {t: _tensor(tensor, generator) for t, tensor in bound.tensors.items()}
     tensors.update(HARD_CASES[name](tensors, config, generator))
     extents |= {"G": len(tensors["latent"])} if name == "compress_ratio_2" else {}
-    bound = spec.bind(config, **{symbol: extents[symbol] for symbol in spec.given})
+    bound = spec.bind(config, None, **{symbol: extents[symbol] for symbol in spec.given})
     counts = {s.name: active for s in spec.scalars if isinstance(s, CountSpec)}
     if "vocab_start" in counts:
         counts["vocab_start"] = 100
@@ -118,7 +118,11 @@ def _judge_pool(case: KernelCase, actual: Tensor, expected: Tensor) -> Verdict:
     """Rows of a pool: those that hold numbers within bounds, all others untouched."""
     live = expected.isfinite().all(-1)
     others = judge_equal_bits(actual[~live], expected[~live])
-    return judge_row_bounds(actual[live], expected[live], None, _bounds(case, expected.dtype)) if others.accepted else others
+    return (
+        judge_row_bounds(actual[live], expected[live], None, _bounds(case, expected.dtype))
+        if others.accepted
+        else others
+    )
 
 
 def _bounds(case: KernelCase, dtype: torch.dtype) -> RowBounds:

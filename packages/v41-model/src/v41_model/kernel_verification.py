@@ -1,0 +1,144 @@
+"""Kernels against their goldens: which cases an operator is judged on, and the verdicts, kept by source digest."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from v41_config import PRESETS, V41Error
+from v41_goldens.fixtures import FixtureCase
+from v41_goldens.fixtures.batch import Phase
+from v41_model.atomic_file import atomic_file
+from v41_model.kernel_cases import HARD_CASES, KernelCase, fixture_case, hard_case, judge
+
+if TYPE_CHECKING:
+    from v41_kernels import Executor, Tier
+
+__all__ = ["CaseResult", "VerdictStore", "named_cases", "source_digest", "verify_case"]
+
+NamedCase = tuple[str, Callable[[], KernelCase]]
+
+SMALL_EXTENTS = ((0, 0), (5, 0), (1, 1), (13, 11), (17, 17))
+"""Rows, and those in use, of the hard cases: nothing, nothing in use, one, a ragged tile with padding, whole tiles."""
+
+WIDE_EXTENTS = ((3, 2),)
+"""The same where the dimensions are the released model's."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case of one operator: accepted, or the reasons why not; statistics of each destination."""
+
+    operator: str
+    case: str
+    tier: str
+    accepted: bool
+    seconds: float
+    statistics: dict[str, str]
+    reasons: tuple[str, ...] = ()
+
+
+def named_cases(name: str, preset: str) -> list[NamedCase]:
+    """The cases of an operator at a preset's dimensions, each with a name and made when it is called for."""
+    config = PRESETS[preset]
+    small = preset.startswith("tiny")
+    rows, active = (13, 11) if small else (3, 2)
+    phase: Phase = "decode" if name.startswith("decode_") else "prefill"
+    fixture = FixtureCase(config=config, tokens=rows, active_tokens=active, requests=min(active, 3), phase=phase)
+    cases: list[NamedCase] = [(f"fixture {active}/{rows} {preset}", lambda: fixture_case(name, fixture))]
+    if name in HARD_CASES:
+        for total, used in SMALL_EXTENTS if small else WIDE_EXTENTS:
+            cases.append((f"hard {used}/{total} {preset}", _hard(name, preset, total, used)))
+    return cases
+
+
+def _hard(name: str, preset: str, rows: int, active: int) -> Callable[[], KernelCase]:
+    return lambda: hard_case(name, PRESETS[preset], rows, active)
+
+
+def verify_case(executor: Executor, tier: Tier, name: str, label: str, make: Callable[[], KernelCase]) -> CaseResult:
+    """Runs a kernel on a case and judges it; a kernel that fails is a refusal with the failure as its reason."""
+    case = make()
+    started = time.perf_counter()
+    try:
+        executor.run(name, tier, **case.arguments)
+    except V41Error as error:
+        seconds = time.perf_counter() - started
+        return CaseResult(name, label, tier.value, False, seconds, {}, (f"{type(error).__name__}: {error}",))
+    seconds = time.perf_counter() - started
+    verdicts = judge(case)
+    reasons = tuple(
+        f"{destination}: {reason}"
+        for destination, verdict in verdicts.items()
+        if not verdict.accepted
+        for reason in verdict.reasons
+    )
+    statistics = {destination: verdict.statistics for destination, verdict in verdicts.items()}
+    return CaseResult(name, label, tier.value, not reasons, seconds, statistics, reasons)
+
+
+def source_digest(packages: Sequence[str] = ("v41_config", "v41_goldens", "v41_kernels")) -> str:
+    """SHA-256 of the sources of some packages, of this module and its cases, and of what runs them."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    files = [here / "kernel_cases.py", here / "kernel_verification.py"]
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None, package
+        for location in spec.submodule_search_locations or ():
+            files += sorted(Path(location).rglob("*.py"))
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for distribution in ("pypto", "torch"):
+        try:
+            digest.update(version(distribution).encode() + b"\0")
+        except PackageNotFoundError:
+            digest.update(b"none\0")
+    return digest.hexdigest()
+
+
+class VerdictStore:
+    """Accepted cases of one source digest, in a file of the user's cache directory. Refusals are never kept."""
+
+    def __init__(self, directory: Path, digest: str) -> None:
+        self._file = directory / f"{digest[:32]}.json"
+        self._results: dict[str, CaseResult] = {}
+        if self._file.is_file():
+            for entry in json.loads(self._file.read_text(encoding="utf-8")):
+                result = CaseResult(**{**entry, "reasons": tuple(entry["reasons"])})
+                self._results[self._key(result.operator, result.case, result.tier)] = result
+
+    def find(self, name: str, label: str, tier: str) -> CaseResult | None:
+        """The stored result of a case."""
+        return self._results.get(self._key(name, label, tier))
+
+    def keep(self, result: CaseResult) -> None:
+        """Store a result, at once, so that an interrupted run goes on where it was."""
+        if not result.accepted:
+            return
+        self._results[self._key(result.operator, result.case, result.tier)] = result
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self._file) as file:
+            file.write_text(json.dumps([asdict(entry) for entry in self._results.values()]), encoding="utf-8")
+
+    @staticmethod
+    def _key(name: str, label: str, tier: str) -> str:
+        return f"{name}\n{label}\n{tier}"
+
+    def __iter__(self) -> Iterator[CaseResult]:
+        return iter(self._results.values())
+
+
+def default_store_directory() -> Path:
+    """`$XDG_CACHE_HOME/v41-model/verified-kernels`, or below `~/.cache`; a relative value counts as unset."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    return base / "v41-model" / "verified-kernels"

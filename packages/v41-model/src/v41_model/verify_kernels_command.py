@@ -1,0 +1,90 @@
+"""``v41-model verify-kernels``: every kernel executed and compared with its golden."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+
+from tqdm import tqdm
+
+from v41_config import PRESETS, OperatorError
+from v41_model.command_options import Subparsers
+from v41_model.errors import OptionError
+from v41_model.kernel_verification import (
+    CaseResult,
+    VerdictStore,
+    default_store_directory,
+    named_cases,
+    source_digest,
+    verify_case,
+)
+
+__all__ = ["add_verify_kernels_command"]
+
+REFUSED = 1
+"""Exit code when a kernel's result is not the golden's."""
+
+
+def add_verify_kernels_command(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "verify-kernels", help="execute kernels and compare them with their goldens; exit code 1 if one is refused"
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="operators (default: every one that has a kernel)")
+    parser.add_argument(
+        "--tier", choices=("graph", "passes"), default="graph", help="values of the tensor graph, or after all passes"
+    )
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), default="tiny", help="dimensions (default: %(default)s); flash is large"
+    )
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="of one launch")
+    parser.add_argument("--no-cache", action="store_true", help="run what was accepted with the same sources before")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a line per case")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify the chosen operators.
+
+    Errors: :class:`OptionError` without v41-kernels, :class:`OperatorError` for a name that has no kernel.
+    """
+    if importlib.util.find_spec("v41_kernels") is None:
+        raise OptionError("verify-kernels", "no v41-kernels", "v41-model[pypto] to be installed")
+    from v41_kernels import OPERATORS, Executor, Tier
+
+    for name in arguments.names:
+        if name not in OPERATORS:
+            raise OperatorError("verify-kernels", name, "an operator that `v41-kernels list` names")
+    tier = Tier(arguments.tier)
+    store = VerdictStore(default_store_directory(), source_digest())
+    cases = [(n, *case) for n in arguments.names or OPERATORS for case in named_cases(n, arguments.preset)]
+    results: list[CaseResult] = []
+    with (
+        Executor(tier=tier, timeout=arguments.timeout) as executor,
+        tqdm(cases, unit="case", disable=not sys.stderr.isatty(), leave=False) as bar,
+    ):
+        for name, label, make in bar:
+            bar.set_postfix_str(name)
+            stored = None if arguments.no_cache else store.find(name, label, tier.value)
+            result = stored or verify_case(executor, tier, name, label, make)
+            store.keep(result)
+            results.append(result)
+            if not arguments.json:
+                bar.clear()
+                print(_line(result, stored is not None), flush=True)
+    refused = [result for result in results if not result.accepted]
+    if arguments.json:
+        print(json.dumps({"accepted": not refused, "cases": [asdict(result) for result in results]}, indent=1))
+    else:
+        print(f"{len(results) - len(refused)} of {len(results)} cases accepted (tier {tier.value}; CPU, no device)")
+    return REFUSED if refused else 0
+
+
+def _line(result: CaseResult, stored: bool) -> str:
+    how = "stored" if stored else f"{result.seconds:.2f} s"
+    errors = "; ".join(f"{name}: {text}" for name, text in result.statistics.items())
+    verdict = "accepted" if result.accepted else f"REFUSED {' | '.join(result.reasons)}"
+    return f"{result.operator} [{result.case}, {result.tier}, {how}] {verdict}{': ' + errors if errors else ''}"
