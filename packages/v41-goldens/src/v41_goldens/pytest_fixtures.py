@@ -1,15 +1,14 @@
-"""The fixtures that the pytest plugin adds; each imports torch when a test asks for it, not before."""
+"""The functions that the pytest plugin makes fixtures of; each imports torch when a test asks for it, not before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-import pytest
-
 if TYPE_CHECKING:
     from types import ModuleType
 
+    import pytest
     from torch import Tensor
 
     from v41_config import ModelConfig, ParallelLayout
@@ -28,7 +27,6 @@ class AssertOutput(Protocol):
         """Raise `JudgementError` unless `judge_row_bounds` accepts the output called `name`."""
 
 
-@pytest.fixture(scope="session")
 def v41_judges() -> ModuleType:
     """The module `v41_goldens.judges`: `judge_*` for verdicts, `assert_*` for errors."""
     from v41_goldens import judges
@@ -36,7 +34,6 @@ def v41_judges() -> ModuleType:
     return judges
 
 
-@pytest.fixture(scope="session")
 def v41_row_bounds() -> RowBounds:
     """The bounds of `v41_assert_output`; define a fixture of this name to judge by others."""
     from v41_goldens.judges import ROW_BOUNDS
@@ -44,7 +41,6 @@ def v41_row_bounds() -> RowBounds:
     return ROW_BOUNDS
 
 
-@pytest.fixture(scope="session")
 def v41_relative_budget() -> RelativeBudget:
     """The budget of attention outputs by relative L2 and cosine, for `judge_relative_budget`."""
     from v41_goldens.judges import RELATIVE_BUDGET
@@ -52,7 +48,6 @@ def v41_relative_budget() -> RelativeBudget:
     return RELATIVE_BUDGET
 
 
-@pytest.fixture(scope="session")
 def v41_presets() -> Mapping[str, ModelConfig]:
     """Model configs by name: `v41_presets["tiny"]`."""
     from v41_config import PRESETS
@@ -60,7 +55,6 @@ def v41_presets() -> Mapping[str, ModelConfig]:
     return PRESETS
 
 
-@pytest.fixture
 def v41_layout(request: pytest.FixtureRequest) -> ParallelLayout:
     """The layout of the marker `v41_layouts`; one rank without it."""
     from v41_config import ParallelLayout
@@ -69,7 +63,6 @@ def v41_layout(request: pytest.FixtureRequest) -> ParallelLayout:
     return ParallelLayout(tp, dp)
 
 
-@pytest.fixture
 def v41_case(v41_layout: ParallelLayout) -> Callable[..., FixtureCase]:
     """`v41_case(**fields)`: a `FixtureCase` of `v41_layout`, with 33 tokens of which 31 are active, and 6 requests."""
     from v41_goldens.fixtures import FixtureCase
@@ -81,7 +74,6 @@ def v41_case(v41_layout: ParallelLayout) -> Callable[..., FixtureCase]:
     return make
 
 
-@pytest.fixture(scope="session")
 def v41_batch() -> Callable[..., FixtureBatch]:
     """`v41_batch(case, dp_rank=0)`: metadata of a ragged batch, and caches with its history among NaN."""
     from v41_goldens.fixtures import fixture_batch
@@ -89,7 +81,6 @@ def v41_batch() -> Callable[..., FixtureBatch]:
     return fixture_batch
 
 
-@pytest.fixture(scope="session")
 def v41_rank_simulator() -> Callable[[ModelConfig, ParallelLayout], RankSimulator]:
     """`v41_rank_simulator(config, layout)`: the transports between ranks over lists of tensors."""
     from v41_goldens.rank_simulator import RankSimulator
@@ -97,7 +88,6 @@ def v41_rank_simulator() -> Callable[[ModelConfig, ParallelLayout], RankSimulato
     return RankSimulator
 
 
-@pytest.fixture
 def v41_validate(
     v41_case: Callable[..., FixtureCase], v41_row_bounds: RowBounds, record_property: Callable[[str, object], None]
 ) -> Callable[..., GoldenRun]:
@@ -120,7 +110,6 @@ def v41_validate(
     return run
 
 
-@pytest.fixture
 def v41_assert_output(v41_row_bounds: RowBounds, record_property: Callable[[str, object], None]) -> AssertOutput:
     """`v41_assert_output(actual, expected, name="output", active=None)`: every active row within bounds.
 
@@ -137,3 +126,14 @@ def v41_assert_output(v41_row_bounds: RowBounds, record_property: Callable[[str,
         verdict.require(name)
 
     return assert_output
+
+
+PER_SESSION: tuple[Callable[..., object], ...] = (
+    v41_judges,
+    v41_row_bounds,
+    v41_relative_budget,
+    v41_presets,
+    v41_batch,
+    v41_rank_simulator,
+)
+PER_TEST: tuple[Callable[..., object], ...] = (v41_layout, v41_case, v41_validate, v41_assert_output)

@@ -6,7 +6,7 @@ torch is imported only then.
 
 from __future__ import annotations
 
-from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +20,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"{LAYOUTS_MARKER}(*pairs): run a test that takes `v41_layout` for each `(tp, dp)`"
     )
-    config.pluginmanager.register(import_module("v41_goldens.pytest_fixtures"), "v41_goldens.pytest_fixtures")
+    config.pluginmanager.register(_fixtures(), "v41_goldens.pytest_fixtures")
+
+
+def _fixtures() -> ModuleType:
+    import pytest
+
+    from v41_goldens import pytest_fixtures
+
+    holder = ModuleType(pytest_fixtures.__name__)
+    for function in pytest_fixtures.PER_SESSION:
+        setattr(holder, function.__name__, pytest.fixture(scope="session")(function))
+    for function in pytest_fixtures.PER_TEST:
+        setattr(holder, function.__name__, pytest.fixture(function))
+    return holder
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
