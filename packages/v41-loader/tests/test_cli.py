@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +86,43 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert caught.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What a command prints with `--json`: a document and nothing else."""
+    assert main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_every_report_for_programs(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of one command are those of the others."""
+    made = as_json(capsys, "synth", "--preset", "tiny", "--out", str(tmp_path / "made"))
+    assert (made["seed"], made["tensors"], made["bytes"], len(made["files"])) == (4105, 1289, 8_670_256, 6)
+    headers = as_json(capsys, "synth", "--preset", "tiny", "--headers-only", "--out", str(tmp_path / "headers"))
+    assert (headers["tensors"], headers["bytes"]) == (1289, 8_670_256)
+
+    found = as_json(capsys, "inspect", str(tiny_checkpoint))
+    assert (found["tensors"], found["bytes"], found["files"], found["notice"]) == (1289, 8_670_256, 6, None)
+    assert sum(group["bytes"] for group in found["classes"]) == 8_670_256
+    assert {"class": "router bias of image tokens", "tensors": 10, "bytes": 640, "skipped": True} in found["classes"]
+    read = {group["class"]: group["bytes"] for group in found["classes"] if not group["skipped"]}
+
+    options = ["--checkpoint", str(tiny_checkpoint), "--tp", "4", "--dp", "2"]
+    plan = as_json(capsys, "plan", *options)
+    assert plan["read_bytes"] == sum(read.values())
+    out = tmp_path / "shards"
+    first = as_json(capsys, "shard", *options, "--ranks", "2", "--out", str(out))
+    assert (first["written"], first["kept"]) == ([2], [])
+    report = as_json(capsys, "shard", *options, "--out", str(out))
+    assert (report["written"], report["kept"]) == ([0, 1, 3, 4, 5, 6, 7], [2])
+    assert report["files"] == {path.name: path.stat().st_size for path in out.glob("rank-*")}
+    assert {group["class"]: group["source_bytes"] for group in report["classes"]} == read
+    assert sum(group["rank_file_bytes"] for group in report["classes"]) == plan["written_bytes"]
+
+    proof = as_json(capsys, "verify", str(out), "--source", str(tiny_checkpoint))
+    assert (proof["ranks"], proof["union"], proof["source"]) == (list(range(8)), True, str(tiny_checkpoint))
+    assert proof["classes"] == report["classes"]
+    assert proof["skipped"] == report["skipped"] == plan["skipped"]
+    assert as_json(capsys, "verify", str(out), "--ranks", "1")["union"] is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from v41_config.presets import PRESETS
 from v41_loader.errors import SynthesisError
 from v41_loader.inventory import read_inventory
 from v41_loader.progress_bar import byte_bar
+from v41_loader.sharding.command_options import add_json_option
 from v41_loader.sharding.commands import add_shard_commands
 from v41_loader.sharding.plan_command import add_plan_command
 from v41_loader.synth import SynthesisReport, synthesize_checkpoint, synthesize_headers, synthesized_tensors
@@ -34,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--without-engram", action="store_true", help="accept a checkpoint whose Engram is left out")
     inspect.add_argument("--allowed-root", type=Path, metavar="DIR",
                          help="where links may lead besides DIR, such as a Hugging Face cache")  # fmt: skip
+    add_json_option(inspect)
     inspect.set_defaults(run=_inspect)
 
     synth = commands.add_parser("synth", help="write a deterministic synthetic checkpoint")
@@ -44,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     synth.add_argument("--headers-only", action="store_true",
                        help="every tensor and all shards of the release, as sparse files without payload")  # fmt: skip
     synth.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
+    add_json_option(synth)
     synth.set_defaults(run=_synth)
 
     add_plan_command(commands)
@@ -55,6 +59,9 @@ def _inspect(arguments: argparse.Namespace) -> None:
     inventory = read_inventory(
         arguments.directory, without_engram=arguments.without_engram, allowed_root=arguments.allowed_root
     )
+    if arguments.json:
+        print(json.dumps(inventory.to_json(), indent=2))
+        return
     totals = inventory.group_totals()
     lines = [(total.group.value, total.tensors, total.nbytes, "skipped" if total.skipped else "") for total in totals]
     read = [total for total in totals if not total.skipped]
@@ -71,7 +78,8 @@ def _synth(arguments: argparse.Namespace) -> None:
     config, seed = PRESETS[arguments.preset], arguments.seed
     if arguments.headers_only:
         report = synthesize_headers(config, arguments.out)
-        print(f"headers of {_summary(report)}: {arguments.out}")
+        said = f"headers of {_summary(report)}: {arguments.out}"
+        print(json.dumps(report.to_json(), indent=2) if arguments.json else said)
         return
     if seed is None:
         seed = SYNTH_SEEDS.get(arguments.preset)
@@ -80,6 +88,9 @@ def _synth(arguments: argparse.Namespace) -> None:
     total = sum(tensor.nbytes for tensor in synthesized_tensors(config).values())
     with byte_bar(total, arguments.preset) as bar:
         report = synthesize_checkpoint(config, seed, arguments.out, arguments.shards, progress=bar.update)
+    if arguments.json:
+        print(json.dumps({"seed": seed, **report.to_json()}, indent=2))
+        return
     print(f"seed {seed}: {_summary(report)}: {arguments.out}")
     if len(report.files) < arguments.shards:
         print(f"{len(report.files)} files instead of {arguments.shards}: no more have a tensor of their own")

@@ -50,6 +50,10 @@ class GroupTotal:
     tensors: int
     nbytes: int
 
+    def to_json(self) -> dict[str, object]:
+        """As JSON values."""
+        return {"class": self.group.value, "tensors": self.tensors, "bytes": self.nbytes, "skipped": self.skipped}
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -70,6 +74,18 @@ class Inventory:
     def group_totals(self) -> tuple[GroupTotal, ...]:
         """One entry per class that occurs, in the order of `TensorGroup`."""
         return total_by_group(stored.expected for stored in self.tensors.values())
+
+    def to_json(self) -> dict[str, object]:
+        """Files, tensors and bytes, in all and by class, as JSON values."""
+        totals = self.group_totals()
+        return {
+            "directory": str(self.directory),
+            "files": len(self.files),
+            "tensors": len(self.tensors),
+            "bytes": sum(total.nbytes for total in totals),
+            "classes": [total.to_json() for total in totals],
+            "notice": self.notice,
+        }
 
 
 def total_by_group(tensors: Iterable[ExpectedTensor]) -> tuple[GroupTotal, ...]:

@@ -36,6 +36,11 @@ def add_threads_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="default: two per processor, up to eight")
 
 
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """The report for programs."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
 def sharded_inventory(arguments: argparse.Namespace) -> Inventory:
     """The checkpoint of `add_sharding_options`; errors as `read_inventory`."""
     return read_inventory(

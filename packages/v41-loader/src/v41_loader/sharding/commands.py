@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from v41_loader.digests import DigestAlgorithm
 from v41_loader.inventory import GroupTotal, read_inventory
 from v41_loader.progress_bar import Bar, byte_bar
 from v41_loader.sharding.command_options import (
+    add_json_option,
     add_root_option,
     add_sharding_options,
     add_threads_option,
@@ -36,6 +38,7 @@ def add_shard_commands(commands: Commands) -> None:
     shard.add_argument("--digest", choices=[a.value for a in DigestAlgorithm], default=DigestAlgorithm.XXH3_128.value,
                        help="of every tensor, in the manifest (default: %(default)s)")  # fmt: skip
     shard.add_argument("--out", type=Path, required=True, metavar="DIR", help="new, empty, or an interrupted run's")
+    add_json_option(shard)
     shard.set_defaults(run=_shard)
 
     verify = commands.add_parser("verify", help="prove that shards are the checkpoint they were made from")
@@ -44,6 +47,7 @@ def add_shard_commands(commands: Commands) -> None:
     verify.add_argument("--ranks", type=parse_ranks, metavar="LIST", help="only these; the union stays unproven")
     add_root_option(verify)
     add_threads_option(verify)
+    add_json_option(verify)
     verify.set_defaults(run=_verify)
 
 
@@ -60,6 +64,9 @@ def _shard(arguments: argparse.Namespace) -> None:
             progress,
             arguments.threads,
         )
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=2))
+        return
     _print_groups(report.groups, report.skipped, lambda _: "")
     for rank in sorted(report.written + report.kept):
         name = rank_file(rank)
@@ -73,6 +80,9 @@ def _verify(arguments: argparse.Namespace) -> None:
         source = read_inventory(arguments.source, without_engram=True, allowed_root=arguments.allowed_root)
     with _progress("verify") as progress:
         report = verify_shards(arguments.directory, source, arguments.ranks, progress, arguments.threads)
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=2))
+        return
 
     def proven(group: GroupContents) -> str:
         scales = f", {group.scales:,} scales paired" if group.scales else ""

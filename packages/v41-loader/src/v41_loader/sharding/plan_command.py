@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from v41_loader.garbage_collection import collection_paused
 from v41_loader.rules import TensorGroup
 from v41_loader.sharding.command_options import (
+    add_json_option,
     add_sharding_options,
     add_threads_option,
     parallel_layout,
@@ -25,7 +26,7 @@ def add_plan_command(commands: Commands) -> None:
     plan = commands.add_parser("plan", help="what sharding will read, write and take, from index and headers alone")
     add_sharding_options(plan)
     add_threads_option(plan)
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_json_option(plan)
     plan.set_defaults(run=_plan)
 
 

@@ -76,6 +76,16 @@ class GroupContents:
     nbytes: int
     stored_nbytes: int
 
+    def to_json(self) -> dict[str, object]:
+        """As JSON values."""
+        return {
+            "class": self.group.value,
+            "tensors": self.tensors,
+            "scales": self.scales,
+            "source_bytes": self.nbytes,
+            "rank_file_bytes": self.stored_nbytes,
+        }
+
 
 @dataclass(frozen=True)
 class RankContents:

@@ -84,7 +84,7 @@ class ShardPlan:
                 }
                 for rank in self.ranks
             ],
-            "skipped": {total.group.value: {"tensors": total.tensors, "bytes": total.nbytes} for total in self.skipped},
+            "skipped": [total.to_json() for total in self.skipped],
             "notice": self.notice,
         }
 

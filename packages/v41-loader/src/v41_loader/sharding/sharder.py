@@ -42,6 +42,19 @@ class ShardReport:
     groups: tuple[GroupContents, ...]
     skipped: tuple[GroupTotal, ...]
 
+    def to_json(self) -> dict[str, object]:
+        """As JSON values; `files` are those of these ranks, with their bytes."""
+        ranks = sorted(self.written + self.kept)
+        return {
+            "directory": str(self.directory),
+            "written": list(self.written),
+            "kept": list(self.kept),
+            "files": {rank_file(rank): self.manifest.shards[rank_file(rank)] for rank in ranks},
+            "classes": [group.to_json() for group in self.groups],
+            "skipped": [total.to_json() for total in self.skipped],
+            "notice": self.manifest.settings.notice,
+        }
+
 
 def shard_checkpoint(
     inventory: Inventory,

@@ -39,6 +39,18 @@ class VerificationReport:
     skipped: tuple[GroupTotal, ...]
     notice: str | None
 
+    def to_json(self) -> dict[str, object]:
+        """What was proven, as JSON values."""
+        return {
+            "directory": str(self.directory),
+            "ranks": list(self.ranks),
+            "union": self.union,
+            "source": None if self.source is None else str(self.source),
+            "classes": [group.to_json() for group in self.groups],
+            "skipped": [total.to_json() for total in self.skipped],
+            "notice": self.notice,
+        }
+
 
 def verify_shards(
     directory: str | Path,

@@ -33,6 +33,10 @@ class SynthesisReport:
     nbytes: int
     files: tuple[str, ...]
 
+    def to_json(self) -> dict[str, object]:
+        """As JSON values."""
+        return {"tensors": self.tensors, "bytes": self.nbytes, "files": list(self.files)}
+
 
 def synthesized_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
     """The tensors of a synthetic checkpoint by name: text inference and the image tokens' router bias."""
