@@ -70,6 +70,7 @@ def fixture_case(name: str, fixture: FixtureCase) -> KernelCase:
 def hard_case(name: str, config: ModelConfig, rows: int, active: int, seed: int = 0) -> KernelCase:
     """A call of `rows` rows of which `active` are in use, for an operator of `HARD_CASES`."""
     spec = find_operator(name)
+    rows = active if name == "compress_ratio_2" else rows  # its groups are counted apart from its rows
     generator = torch.Generator().manual_seed(hash((rows, active, seed, config.hidden_size)) % 2**31)
     extents = _extents(rows) | {"ATTENDED": config.sliding_window + config.index_topk}
     bound = spec.bind(config, None, **{symbol: extents[symbol] for symbol in spec.given})
@@ -99,14 +100,15 @@ def _extents(rows: int) -> dict[str, int]:
 
 def judge(case: KernelCase) -> dict[str, Verdict]:
     """A verdict for every destination after the kernel ran: its active rows, and that all else is untouched."""
-    return {name: _judge(case, case.arguments[name], expected) for name, expected in case.expected.items()}
+    return {name: _judge(case, name, expected) for name, expected in case.expected.items()}
 
 
-def _judge(case: KernelCase, actual: Tensor, expected: Tensor) -> Verdict:
+def _judge(case: KernelCase, name: str, expected: Tensor) -> Verdict:
+    actual = case.arguments[name]
     bits = judge_equal_bits(actual, expected)
     if bits.accepted or case.operator in EXACT or not expected.is_floating_point() or expected.element_size() == 1:
         return bits
-    if expected.dim() > 2 and not expected.isfinite().all():  # a pool: what nobody wrote stays, NaN or not
+    if case.bound.tensors[name].spec.direction == "inout":
         return _judge_pool(case, actual.flatten(0, -2), expected.flatten(0, -2))
     padding = judge_equal_bits(actual[case.active :], expected[case.active :])
     if not padding.accepted:
