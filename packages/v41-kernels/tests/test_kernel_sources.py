@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 
 import v41_kernels
-from v41_kernels import OPERATORS
 
 SOURCE = Path(v41_kernels.__file__).parent
-KERNELS = sorted(path for path in (SOURCE / "kernels").glob("*.py") if path.name != "__init__.py")
+KERNELS = sorted(path for path in (SOURCE / "kernels").rglob("*.py") if path.name != "__init__.py")
 HOST_MODULES = sorted(SOURCE.glob("*.py"))
 
-SHARED_MODULES = {"v41_kernels.kernels.compensated", "v41_kernels.kernels.tile_shapes"}
-"""Stages and host numbers that several kernels use."""
+SHARED_PACKAGE = "v41_kernels.kernels"
+"""Where stages come from that several kernels use."""
 
 # What code around a kernel may use of torch: types, versions, and making, viewing and comparing tensors.
 ALLOWED_TORCH = {
-    *("Tensor", "dtype", "bfloat16", "float32", "int32", "uint8", "nan"),
+    *("Tensor", "dtype", "bfloat16", "bool", "float32", "int8", "int32", "uint8", "nan"),
     *("__file__", "__version__", "compiled_with_cxx11_abi"),
-    *("arange", "empty", "equal", "from_file", "from_numpy", "full", "ones", "tensor", "zeros_like"),
+    *("arange", "empty", "equal", "from_file", "from_numpy", "full", "ones", "tensor", "zeros", "zeros_like"),
 }
 ARITHMETIC_METHODS = {
     *("abs", "add", "addmm", "bmm", "clamp", "cos", "cumsum", "div", "dot", "einsum", "exp", "exp2", "floor", "log"),
@@ -35,11 +34,12 @@ def kernel_faults(source: str) -> list[str]:
     faults = []
     for statement in ast.parse(source).body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            module = statement.module if isinstance(statement, ast.ImportFrom) else statement.names[0].name
-            if module not in {"collections.abc", "typing", "pypto", *SHARED_MODULES}:
+            module = (statement.module or "") if isinstance(statement, ast.ImportFrom) else statement.names[0].name
+            if module not in {"collections.abc", "typing", "pypto"} and not module.startswith(SHARED_PACKAGE):
                 faults.append(f"imports {module}")
         elif isinstance(statement, ast.Assign):
-            if not isinstance(statement.value, ast.Constant):
+            calls = [node for node in ast.walk(statement.value) if isinstance(node, (ast.Call, ast.Attribute))]
+            if any(ast.unparse(node) != "float('-inf')" for node in calls):
                 faults.append(f"line {statement.lineno}: computes at import")
         elif isinstance(statement, ast.Expr):
             if not isinstance(statement.value, ast.Constant):
@@ -95,7 +95,7 @@ def test_a_kernel_module_is_nothing_but_kernel(path: Path) -> None:
         assert "pypto" not in path.read_text().split('"""', 2)[2]
         return
     assert kernel_faults(path.read_text()) == []
-    entries = names_in_other_kernels(path) if path.stem == "compensated" else ("make_entry",)
+    entries = names_in_other_kernels(path) if path.parent.name == "stages" else ("make_entry",)
     assert stages_without_entry(path.read_text(), entries) == set()
 
 
@@ -104,9 +104,13 @@ def test_code_around_the_kernels_does_no_tensor_arithmetic(path: Path) -> None:
     assert host_faults(path.read_text()) == []
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_a_kernel_declares_its_tiles_and_why(name: str) -> None:
-    source = (SOURCE / "kernels" / f"{name}.py").read_text()
+@pytest.mark.parametrize(
+    "path", [path for path in KERNELS if path.parent.name == "kernels"], ids=lambda path: path.stem
+)
+def test_a_kernel_declares_its_tiles_and_why(path: Path) -> None:
+    source = path.read_text()
+    if path.stem == "canary" or "as make_" in source:  # an entry that another module makes has that module's tiles
+        return
     assert "ROW_TILE = " in source
     assert "COLUMN_TILE = " in source
     assert "# Why: " in source

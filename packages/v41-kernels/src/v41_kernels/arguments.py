@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-import torch
 from torch import Tensor
 
 from v41_config import FLASH, OperatorError, OperatorSpec
@@ -26,7 +25,7 @@ class BoundArguments:
 
     @property
     def static_dims(self) -> dict[str, int]:
-        """The sizes that a kernel is built for: all but numbers of rows, which stand first and which each call gives."""
+        """The sizes that a kernel is built for: all but the numbers of rows, which stand first and differ by call."""
         rows = {tensor.dims[0] for tensor in self.spec.tensors}
         widths = {symbol for tensor in self.spec.tensors for dim in tensor.dims[1:] for symbol in symbols_of(dim)}
         return {

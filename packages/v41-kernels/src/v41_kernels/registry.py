@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from types import MappingProxyType
 
 from v41_config import OperatorError, OperatorSpec, find_operator
@@ -155,7 +156,9 @@ OPERATORS: Mapping[str, KernelOperator] = MappingProxyType(
 
 
 def find_kernel(name: str, operators: Mapping[str, KernelOperator] = OPERATORS) -> KernelOperator:
-    """The operator of that name, with its kernel. Errors: `OperatorError` with the names there are."""
+    """The operator of that name, with its kernel. Errors: `OperatorError`."""
     if name not in operators:
-        raise OperatorError("operator", name, f"one that has a kernel: {', '.join(sorted(operators))}")
+        close = get_close_matches(name, operators, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise OperatorError("operator", name, f"one that `v41-kernels list` names{hint}")
     return operators[name]

@@ -1,4 +1,4 @@
-"""Latents of the pairs that close, at the row of the token that closes them, and the state ring (model.md section 9)."""
+"""Latents of pairs, each at the token that closes it, and the ring of last tokens (model.md section 9)."""
 # mypy: disable-error-code="valid-type, no-untyped-def"
 
 from collections.abc import Callable

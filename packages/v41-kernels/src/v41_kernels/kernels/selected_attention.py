@@ -61,7 +61,8 @@ def walk(
                 place += count
             pypto.set_vec_tile_shapes(H, COLUMN_TILE)
             q_tile = pypto.view(q, [H, width], [token * H, 0])
-            attend_chunk(q_tile, rows, live, *state, H, total, width, width**-0.5)
+            maximum, denominator, accumulator = state
+            attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H, total, width, width**-0.5)
 
 
 def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int, INDEX_TOPK: int) -> Callable[..., None]:

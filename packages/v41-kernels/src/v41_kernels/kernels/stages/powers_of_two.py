@@ -1,4 +1,6 @@
-"""Powers of two and binary logarithms, exactly: `exp2` cannot be interpreted after the passes, `log2` may be an ulp off.
+"""Powers of two and binary logarithms, exactly.
+
+`exp2` cannot be interpreted after the passes, and `log2` may be an ulp off at a power of two.
 
 All of them work element by element on FP32 tiles of any shape.
 """
