@@ -2,7 +2,8 @@
 
 Reading order: `exact`, `number_formats`, `quantisers`, `linear`, `rms_norm`, `rope`, `hyper_connections`, `qkv`,
 `compressor`, `indexer`, `top_k`, `candidate_blocks`, `sparse_attention`, `output_projection`, `gate`, `experts`,
-`moe`, then `paged_cache`, `attention_stages`, `modes`, `block`, `model`; `judges` compare with them.
+`moe`, then `paged_cache`, `attention_stages`, `modes`, `block`, `model`; `operators` is the table of all of them by the
+names of the ABI, `judges` compare with them.
 
 The names below are imported, and torch with them, when they are first used.
 """
