@@ -186,7 +186,7 @@ def test_torchrun_gives_the_tokens_of_one_process(tmp_path: Path, tiny_directory
     ],
 )
 def test_a_world_that_cannot_be_is_one_error(arguments: dict[str, Any], pattern: str, tmp_path: Path) -> None:
-    where = {"init_method": (tmp_path / "rendezvous").as_uri(), "rank": 0, "world_size": 1}
+    where: dict[str, Any] = {"init_method": (tmp_path / "rendezvous").as_uri(), "rank": 0, "world_size": 1}
     with pytest.raises(WorldError, match=pattern):
         TorchDistributedWorld(ParallelLayout(), **where, **arguments)
     assert not torch.distributed.is_initialized()

@@ -21,7 +21,7 @@ from v41_config import GatheredRows, LocalRows, ParallelLayout, TokenMapping
 from v41_model.collective_log import Site
 from v41_model.communicator import TokenCommunicator
 
-__all__ = ["TpBoundary", "Wiring"]
+__all__ = ["ReplicatedBoundary", "ShardedBoundary", "TpBoundary", "Wiring"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class TpBoundary(ABC):
         """This rank's slab -> the residual's rows."""
 
 
-class _Sharded(TpBoundary):
+class ShardedBoundary(TpBoundary):
+    """The residual is the rank's slab."""
+
     def hold(self, rows: Tensor, fill: float = 0) -> LocalRows[Tensor]:
         return self.mapping.shard(rows, self.rank, fill)
 
@@ -81,7 +83,7 @@ class _Sharded(TpBoundary):
         return slab
 
 
-class _Replicated(TpBoundary):
+class ReplicatedBoundary(TpBoundary):
     """The residual is the slab of a group of one rank, which is this DP group."""
 
     @property
@@ -118,5 +120,5 @@ class Wiring(Enum):
 
     def boundary(self, mapping: TokenMapping, rank: int, communicator: TokenCommunicator) -> TpBoundary:
         """The crossings of one step of one rank."""
-        kind = _Sharded if self is Wiring.SHARDED else _Replicated
+        kind = ShardedBoundary if self is Wiring.SHARDED else ReplicatedBoundary
         return kind(mapping, rank, communicator)
