@@ -19,3 +19,16 @@ def test_generate_on_eight_ranks(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[0, 17, 42] -> [")
     assert any("token_reduce_scatter" in line and "attention output (layer 0)" in line for line in lines)
+
+
+def test_serving_loop(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["example", str(tiny_directory)])
+    runpy.run_path(str(EXAMPLES / "serving_loop.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 2: [['A@3', 'C@0'], ['B@8', 'D@0']]" in lines, "chunks of a prompt beside requests that decode"
+    assert any(line.startswith("  E waits: pool requests: expected 1 free blocks") for line in lines)
+    answers = {line.split()[0]: line.split(" -> ")[1] for line in lines if " -> " in line}
+    assert set(answers) == {"A", "B", "C", "E"}, "D was cancelled"
+    assert answers["A"] == answers["E"]

@@ -6,20 +6,24 @@ from v41_model.communicator import Communicator, ExpertCommunicator, TokenCommun
 from v41_model.errors import (
     OutputError,
     PoolError,
+    ProviderError,
     RankError,
     RequestError,
     SessionError,
+    TextError,
     WorldError,
 )
 from v41_model.generation import NewToken, Request, RequestGroup, admit, advance, generate, stream
 from v41_model.local_world import LocalWorld
+from v41_model.operator_provider import OperatorProvider
 from v41_model.operators import Operators
 from v41_model.page_allocator import PageAllocator
 from v41_model.rank_forward import RankModel
-from v41_model.sampling import Sampling
+from v41_model.sampling import Sampling, choose_tokens
 from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch
 from v41_model.step_limits import StepLimits
+from v41_model.swap import Swap
 
 __all__ = [
     "CacheBudget",
@@ -32,10 +36,12 @@ __all__ = [
     "LocalWorld",
     "ModelSession",
     "NewToken",
+    "OperatorProvider",
     "Operators",
     "OutputError",
     "PageAllocator",
     "PoolError",
+    "ProviderError",
     "RankError",
     "RankModel",
     "Request",
@@ -46,10 +52,13 @@ __all__ = [
     "Site",
     "StepBatch",
     "StepLimits",
+    "Swap",
+    "TextError",
     "TokenCommunicator",
     "WorldError",
     "admit",
     "advance",
+    "choose_tokens",
     "generate",
     "stream",
 ]
