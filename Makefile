@@ -1,6 +1,6 @@
 # Every target sets up .venv first if it has to. `make PYTHON=/path/to/python3.12 test` chooses the interpreter.
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test conform lint wheels bench clean distclean
+.PHONY: help set-up demo test conform kernels lint wheels bench clean distclean
 .DELETE_ON_ERROR:
 
 VENV_PYTHON := .venv/bin/python
@@ -11,6 +11,7 @@ help:
 	@echo "make demo     tokens from eight ranks on the tiny checkpoint, checked against one process"
 	@echo "make test     the default tests"
 	@echo "make conform  the tests with FLASH's real dimensions"
+	@echo "make kernels  every kernel after all compiler passes and at FLASH's widths, with the time it took"
 	@echo "make lint     ruff and mypy --strict"
 	@echo "make wheels   build every wheel; install and test each one alone"
 	@echo "make bench    run every benchmark"
@@ -29,6 +30,10 @@ test: $(STAMP)
 
 conform: $(STAMP)
 	$(VENV_PYTHON) -m pytest -m conform
+
+kernels: $(STAMP)
+	@started=$$(date +%s); $(VENV_PYTHON) -m pytest -m kernels tests/test_kernel_golden_parity.py --durations=10; \
+	status=$$?; echo "make kernels took $$(($$(date +%s) - started)) s"; exit $$status
 
 lint: $(STAMP)
 	$(VENV_PYTHON) -m ruff check
