@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from v41_config import BoundOperator, ModelConfig, find_operator
+from v41_config import BLOCK_ROWS, BoundOperator, ModelConfig, find_operator
 from v41_config.operator_spec import BoundTensor, CountSpec
 from v41_goldens.fixtures import FixtureCase, operator_fixture
 from v41_goldens.judges import ROW_BOUNDS, RowBounds, judge_equal_bits, judge_row_bounds
@@ -67,12 +67,20 @@ def fixture_case(name: str, fixture: FixtureCase) -> KernelCase:
     return _case(made.bounds[0], dict(made.arguments[0]))
 
 
-def hard_case(name: str, config: ModelConfig, rows: int, active: int, seed: int = 0) -> KernelCase:
-    """A call of `rows` rows of which `active` are in use, for an operator of `HARD_CASES`."""
+def hard_case(
+    name: str, config: ModelConfig, rows: int, active: int, seed: int = 0, **extents_instead: int
+) -> KernelCase:
+    """A call of `rows` rows of which `active` are in use, for an operator of `HARD_CASES`.
+
+    `extents_instead` are sizes of the call other than those that cases usually have, such as `ENTRIES=9001`.
+    """
     spec = find_operator(name)
     rows = active if name == "compress_ratio_2" else rows  # its groups are counted apart from its rows
     generator = torch.Generator().manual_seed(hash((rows, active, seed, config.hidden_size)) % 2**31)
     extents = _extents(rows) | {"ATTENDED": config.sliding_window + config.index_topk}
+    if name.startswith("hierarchical_"):
+        extents["ENTRIES"] = extents["PAGES"] * BLOCK_ROWS
+    extents |= extents_instead
     bound = spec.bind(config, None, **{symbol: extents[symbol] for symbol in spec.given})
     tensors = {t: _tensor(tensor, generator) for t, tensor in bound.tensors.items()}
     tensors.update(HARD_CASES[name](tensors, config, generator))
@@ -248,6 +256,31 @@ def _scores(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generato
     return {"scores": scores.bfloat16(), "compressed_lens": lens}
 
 
+def _pages_of_keys(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Scores on a coarse grid, so that entries tie; some tokens see nothing, some every entry; unseen keys are NaN."""
+    table, rows = t["compressed_block_table"], len(t["index_q"])
+    capacity = table.shape[1] * BLOCK_ROWS
+    blocks = torch.randperm(len(t["index_key"]), generator=generator)[: table.numel()]
+    table = blocks.view(table.shape).to(torch.int32)
+    lens = torch.randint(0, capacity + 1, (rows,), generator=generator, dtype=torch.int32)
+    lens[::4], lens[1::4] = 0, capacity
+    request = (torch.arange(rows) >= rows // 2).to(torch.int32)
+    position = torch.arange(capacity)
+    row = table[request.long()][:, position // BLOCK_ROWS].long() * BLOCK_ROWS + position % BLOCK_ROWS
+    unseen = torch.ones(len(t["index_key"]) * BLOCK_ROWS, dtype=torch.bool)
+    unseen[row[position < lens.unsqueeze(-1)]] = False
+    scale = torch.full(t["index_key_scale"].shape, 126, dtype=torch.uint8)
+    scale.view(-1, scale.shape[-1])[unseen] = 255
+    return {
+        "index_q": (torch.randint(-2, 3, t["index_q"].shape, generator=generator) * 0.5).bfloat16(),
+        "index_weights": (torch.randint(-1, 2, t["index_weights"].shape, generator=generator) * 0.25).bfloat16(),
+        "index_key_scale": scale.view(torch.float8_e8m0fnu),
+        "compressed_block_table": table,
+        "compressed_lens": lens,
+        "token_to_req_indices": request,
+    }
+
+
 def _lists(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """Lists with holes, one of them empty; entries that do not count are NaN."""
     t["valid"][1::4] = False
@@ -289,6 +322,9 @@ HARD_CASES: Mapping[str, Special] = {
     "publish_index_key": _slots,
     "compress_ratio_2": _pairs,
     "candidate_blocks": _scores,
+    "hierarchical_sparse_indexer_c2a_full": _pages_of_keys,
+    "hierarchical_sparse_indexer_c1a_full": _pages_of_keys,
+    "hierarchical_sparse_indexer_c1a_reindex": _pages_of_keys,
     "sparse_attention": _lists,
     "routed_experts": _expert_rows,
 }
