@@ -48,8 +48,8 @@ def score_row(
 ) -> None:
     """Scores of a token's first `length` entries into BF16 `scores` `[1, ...]`; `table` INT32 `[B, PAGES]`.
 
-    Behind the last entry, up to a whole tile and at least one, stands whatever the page holds. A page that is not there (-1) has
-    keys of zero.
+    Behind the last entry, up to a whole tile and at least one, stands whatever the page holds. A page that is not there
+    (-1) has keys of zero.
     """
     # One tile at least: what is never written cannot be read, not even behind its last entry.
     tiles = pypto.max((length + KEY_TILE - 1) // KEY_TILE, 1)

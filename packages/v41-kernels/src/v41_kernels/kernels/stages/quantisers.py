@@ -97,7 +97,7 @@ def quantised_index(groups: Any) -> Any:
 
 
 def finite_code(code: Any, groups: Any) -> Any:
-    """Nibbles of magnitudes' codes, with the signs of `groups`. E2M1 has no NaN: zero instead, and the scale says so."""
+    """Nibbles of magnitudes' codes with the signs of `groups`; zero for NaN, which the scale tells."""
     return pypto.where(pypto.le(code, 7.0), code + sign_bit(groups) * 8.0, 0.0)
 
 

@@ -31,7 +31,7 @@ def cutoff(best: Any, K: int) -> tuple[Any, Any]:
 
 
 def taken(scores: Any, last: Any, room: Any, seen: Any, C: int) -> tuple[Any, Any]:
-    """FP32 `[1, C]`, 1 for entries that are taken, and how many of them equal the cutoff, with the `seen` ones `[1, 1]`.
+    """FP32 `[1, C]`, 1 for entries that are taken, and how many equal to the cutoff are `seen` so far `[1, 1]`.
 
     An entry of -inf is never taken.
     """
