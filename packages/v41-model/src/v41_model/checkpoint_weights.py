@@ -1,17 +1,32 @@
-"""A checkpoint's whole text model for one process, a layer in memory at a time where it does not fit."""
+"""Weights out of a directory: a rank's part, or the whole text model, a layer in memory at a time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import TypeAlias, overload
 
+from v41_config import ParallelLayout
 from v41_goldens.weights import LayerWeights, ModelWeights
-from v41_loader import Checkpoint
+from v41_loader import Checkpoint, ShardedCheckpoint, load_rank
+from v41_model.rank_forward import RankModel
 
-__all__ = ["StreamedLayers", "streamed_weights"]
+__all__ = ["StoredWeights", "StreamedLayers", "load_rank_model", "streamed_weights"]
+
+StoredWeights: TypeAlias = "Checkpoint | ShardedCheckpoint"
+"""An open directory in the released format, or one that was sharded for a layout."""
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def load_rank_model(weights: StoredWeights, layout: ParallelLayout, rank: int) -> RankModel:
+    """Read what ``rank`` holds, and no more.
+
+    Errors: :class:`v41_config.LayoutError` when the layout does not divide the model; the loader's errors, also for
+    shards of another layout.
+    """
+    layout.check(weights.config)
+    return RankModel.from_tensors(weights.config, layout, rank, dict(load_rank(weights, layout, rank)))
 
 
 class StreamedLayers(Sequence[LayerWeights]):

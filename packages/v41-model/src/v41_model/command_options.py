@@ -12,7 +12,8 @@ from typing import TypeAlias
 import torch
 
 from v41_config import ParallelLayout
-from v41_loader import Checkpoint, open_checkpoint
+from v41_loader import Checkpoint, open_checkpoint, open_weights
+from v41_model.checkpoint_weights import StoredWeights
 from v41_model.errors import OptionError
 from v41_model.session import ModelSession
 from v41_model.step_limits import StepLimits
@@ -24,6 +25,7 @@ __all__ = [
     "add_layout_options",
     "opened_checkpoint",
     "opened_session",
+    "opened_weights",
     "set_threads",
 ]
 
@@ -36,7 +38,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     """``--checkpoint`` and ``--without-engram``."""
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="directory in the released format"
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="directory in the released format, or sharded"
     )
     parser.add_argument(
         "--without-engram",
@@ -67,17 +69,29 @@ def set_threads(arguments: argparse.Namespace) -> None:
 def opened_checkpoint(arguments: argparse.Namespace) -> Iterator[Checkpoint]:
     """The checkpoint of the options; what must be said of every result goes to stderr first."""
     with open_checkpoint(arguments.checkpoint, without_engram=arguments.without_engram) as checkpoint:
-        if checkpoint.inventory.notice is not None:
-            print(f"v41-model: {checkpoint.inventory.notice}", file=sys.stderr)
+        _say_first(checkpoint)
         yield checkpoint
+
+
+@contextmanager
+def opened_weights(arguments: argparse.Namespace) -> Iterator[StoredWeights]:
+    """As :func:`opened_checkpoint`, or a directory that was sharded for a layout."""
+    with open_weights(arguments.checkpoint, without_engram=arguments.without_engram) as weights:
+        _say_first(weights)
+        yield weights
+
+
+def _say_first(weights: StoredWeights) -> None:
+    if weights.notice is not None:
+        print(f"v41-model: {weights.notice}", file=sys.stderr)
 
 
 @contextmanager
 def opened_session(
     arguments: argparse.Namespace, limits: StepLimits | None = None
-) -> Iterator[tuple[Checkpoint, ModelSession]]:
+) -> Iterator[tuple[StoredWeights, ModelSession]]:
     """Checkpoint and session of the options, with all ranks in this process or, under torchrun, one of them."""
     layout = ParallelLayout(arguments.tp, arguments.dp)
     set_threads(arguments)
-    with opened_world(arguments, layout) as world, opened_checkpoint(arguments) as checkpoint:
-        yield checkpoint, ModelSession.open(checkpoint, layout, world, limits=limits, wiring=first_wiring(arguments))
+    with opened_world(arguments, layout) as world, opened_weights(arguments) as weights:
+        yield weights, ModelSession.open(weights, layout, world, limits=limits, wiring=first_wiring(arguments))

@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             different = different_tensors(tensors, again)
         writes = 0 in session.world.local_ranks
         metadata = {"layout": f"tp={arguments.tp} dp={arguments.dp}", "capture": arguments.capture}
-        if checkpoint.inventory.notice is not None:
-            metadata["notice"] = checkpoint.inventory.notice
+        if checkpoint.notice is not None:
+            metadata["notice"] = checkpoint.notice
     if writes:
         write_tensors(arguments.out, tensors, metadata)
     print(f"{arguments.out}: {len(tensors)} tensors of {len(prompts)} requests")

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     limits = StepLimits(sequences=arguments.sequences)
     with opened_session(arguments, limits) as (checkpoint, session), swapped(arguments, session) as report:
         prompts = token_prompts(given, checkpoint.config, arguments.checkpoint, arguments.chat)
-        if checkpoint.inventory.notice is not None:
-            print(checkpoint.inventory.notice)
+        if checkpoint.notice is not None:
+            print(checkpoint.notice)
         ends = arguments.stop_at_eos or arguments.chat is not None
         stop_ids = {*arguments.stop_id, *([checkpoint.config.eos_token_id] if ends else [])}
         generated = _streamed(arguments, session, prompts, stop_ids, sampling)

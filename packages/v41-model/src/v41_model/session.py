@@ -17,8 +17,8 @@ from v41_config.cache_abi import STATE_TABLE
 from v41_goldens.capture import Capture
 from v41_goldens.paged_cache import PagedCaches
 from v41_goldens.rope_rows import RopeTables, rope_tables
-from v41_loader import Checkpoint, rank_tensors
 from v41_model.cache_budget import CacheBudget
+from v41_model.checkpoint_weights import StoredWeights, load_rank_model
 from v41_model.communicator import Communicator
 from v41_model.errors import RequestError, SessionError
 from v41_model.integer_checks import as_integer
@@ -83,25 +83,21 @@ class ModelSession:
     @classmethod
     def open(
         cls,
-        checkpoint: Checkpoint,
+        checkpoint: StoredWeights,
         layout: ParallelLayout,
         world: World | None = None,
         operators: Operators | None = None,
         limits: StepLimits | None = None,
         wiring: Wiring = Wiring.SHARDED,
     ) -> ModelSession:
-        """Load every local rank's part of a checkpoint. ``world`` defaults to all ranks in this process.
+        """Load every local rank's part of a checkpoint, or of shards. ``world`` defaults to all ranks here.
 
         ``wiring`` is what the ranks of a TP group share; it changes no bit of a result.
 
         Errors: :class:`v41_config.LayoutError` when the layout does not divide the model; the loader's errors.
         """
-        layout.check(checkpoint.config)
         world = world or LocalWorld(layout)
-        ranks = [
-            RankModel.from_tensors(checkpoint.config, layout, rank, rank_tensors(checkpoint, layout, rank))
-            for rank in world.local_ranks
-        ]
+        ranks = [load_rank_model(checkpoint, layout, rank) for rank in world.local_ranks]
         return cls(ranks, world, operators, limits).rewired(wiring)
 
     def rewired(self, wiring: Wiring) -> ModelSession:

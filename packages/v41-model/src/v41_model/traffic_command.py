@@ -13,7 +13,7 @@ from v41_model.atomic_file import atomic_file, require_writable
 from v41_model.command_options import (
     Subparsers,
     add_layout_options,
-    opened_checkpoint,
+    opened_weights,
     set_threads,
 )
 from v41_model.traffic_account import site_accounts
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.checkpoint is None:
             model = TrafficModel.transport(flash_at_two_layers(), layout, world.local_ranks)
         else:
-            with opened_checkpoint(arguments) as checkpoint:
+            with opened_weights(arguments) as checkpoint:
                 model = TrafficModel.open(checkpoint, layout, world.local_ranks)
         for line in _preamble(model, layout, type(world).__name__):
             print(line)

@@ -21,7 +21,7 @@ from v41_goldens.gate import GateOutput
 from v41_goldens.paged_cache import PagedCaches
 from v41_goldens.rope_rows import RopeTables, rope_tables
 from v41_goldens.weights import LayerWeights, ModelWeights
-from v41_loader import Checkpoint, rank_tensors
+from v41_model.checkpoint_weights import StoredWeights, load_rank_model
 from v41_model.collective_log import CollectiveKind, CollectiveRecord, Site
 from v41_model.communicator import Communicator
 from v41_model.expert_parallel import expert_owners
@@ -118,14 +118,10 @@ class TrafficModel:
         return cls(config, models, _transport_operators(random), real=False)
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint, layout: ParallelLayout, ranks: Sequence[int]) -> TrafficModel:
+    def open(cls, checkpoint: StoredWeights, layout: ParallelLayout, ranks: Sequence[int]) -> TrafficModel:
         """The whole model. Errors: :class:`v41_config.LayoutError`, and the loader's."""
-        config = checkpoint.config
-        layout.check(config)
-        models = {
-            rank: RankModel.from_tensors(config, layout, rank, rank_tensors(checkpoint, layout, rank)) for rank in ranks
-        }
-        return cls(config, models, Operators(), real=True)
+        models = {rank: load_rank_model(checkpoint, layout, rank) for rank in ranks}
+        return cls(checkpoint.config, models, Operators(), real=True)
 
 
 @dataclass(frozen=True)
