@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from v41_config import STATE_CAPACITY, BoundOperator, ParallelLayout, operators
 from v41_goldens.errors import OperandError
 from v41_goldens.fixtures import FixtureCase, operator_fixture
 from v41_goldens.judges import (
-    ROW_BOUNDS,
-    RowBounds,
     Verdict,
     judge_equal_bits,
     judge_row_bounds,
@@ -28,7 +26,7 @@ from v41_goldens.saved_tree import Wiring, load_tree, save_tree
 
 _SHARDED = "_sharded"
 
-_UNBOUNDED = frozenset({"block_scores"})
+UNBOUNDED = frozenset({"block_scores"})
 """Results that hold infinities: nothing is visible, or pinned."""
 
 _ROUNDED_BY_GROUP = frozenset({"attn_output", "x_hc_out"})
@@ -64,9 +62,6 @@ class GoldenRun:
 
 
 Arguments = list[dict[str, object]]
-
-Candidate = Callable[[Sequence[BoundOperator], Arguments], object]
-"""An operator of somebody else over all ranks: writes into the destinations among each rank's arguments."""
 
 
 def wirings(name: str, wiring: str = "both") -> dict[Wiring, str]:
@@ -126,12 +121,12 @@ def validate(
             tree = load_tree(golden_data, operator, preset, case.config, form)
             layout, extents, bounds, before = tree.layout, tree.extents, tree.bounds, tree.arguments
             expected = tree.outputs
-        after = _run(operator, bounds, before)
+        after = run_golden(operator, bounds, before)
         for epoch in range(1, epochs):
-            again = _run(operator, bounds, before)
+            again = run_golden(operator, bounds, before)
             checks += _same(f"{form} epoch {epoch + 1}", operator, after, again)
         for rank, (bound, old, new) in enumerate(zip(bounds, before, after, strict=True)):
-            checks += _rank_checks(f"{form} rank {rank}", bound, rank, old, new)
+            checks += rank_checks(f"{form} rank {rank}", bound, rank, old, new)
         if expected is not None:
             checks += _same(f"{form} saved", operator, expected, after)
         results[form] = after
@@ -145,68 +140,24 @@ def validate(
     return GoldenRun(tuple(checks))
 
 
-def validate_candidate(
-    name: str, candidate: Candidate, case: FixtureCase, *, wiring: str = "both", row_bounds: RowBounds = ROW_BOUNDS
-) -> GoldenRun:
-    """Run somebody else's operator on the golden's operands, and judge what it leaves behind against the golden.
-
-    Active rows of floating-point results within `row_bounds`; codes, scales, ids and masks to the bit; operands,
-    inactive rows and storage as `validate` has them.
-
-    Args:
-        candidate: `candidate(bounds, arguments)`, one of each for every rank, in each wiring.
-
-    Raises:
-        V41Error: no such operator or wiring, or a layout that it cannot have.
-    """
-    checks: list[Check] = []
-    for form, operator in wirings(name, wiring).items():
-        fixture = operator_fixture(operator, case)
-        expected = _run(operator, fixture.bounds, fixture.arguments)
-        actual = _copied(fixture.arguments)
-        candidate(fixture.bounds, actual)
-        for rank, (bound, old, new, right) in enumerate(
-            zip(fixture.bounds, fixture.arguments, actual, expected, strict=True)
-        ):
-            where = f"{form} rank {rank}"
-            checks += _rank_checks(where, bound, rank, old, new)
-            checks += _candidate_checks(where, Call.of(bound, old, rank), new, right, row_bounds)
-    return GoldenRun(tuple(checks))
-
-
-def _candidate_checks(
-    where: str, call: Call, actual: Mapping[str, object], expected: Mapping[str, object], row_bounds: RowBounds
-) -> Iterator[Check]:
-    for tensor in call.bound.spec.tensors:
-        if tensor.direction == "in":
-            continue
-        rows = call.active_rows(tensor.dims[0])
-        found, wanted = _tensor(actual, tensor.name)[:rows], _tensor(expected, tensor.name)[:rows]
-        if tensor.dtype in ("bfloat16", "float32") and tensor.direction == "out" and tensor.name not in _UNBOUNDED:
-            shape = (len(wanted), -1) if wanted.numel() else (0, 1)
-            yield Check(
-                f"{where} {tensor.name}",
-                judge_row_bounds(found.reshape(shape), wanted.reshape(shape), None, row_bounds),
-            )
-        else:
-            yield Check(f"{where} {tensor.name}", judge_equal_bits(found, wanted))
-
-
-def _run(operator: str, bounds: Sequence[BoundOperator], before: Sequence[Mapping[str, object]]) -> Arguments:
-    arguments = _copied(before)
+def run_golden(operator: str, bounds: Sequence[BoundOperator], before: Sequence[Mapping[str, object]]) -> Arguments:
+    """The golden on copies of every rank's arguments, which it gives back."""
+    arguments = copied(before)
     golden(operator).run_ranks(bounds, arguments)
     return arguments
 
 
-def _copied(arguments: Sequence[Mapping[str, object]]) -> Arguments:
+def copied(arguments: Sequence[Mapping[str, object]]) -> Arguments:
+    """Arguments with tensors of their own."""
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in given.items()} for given in arguments]
 
 
 def _outputs(operator: str, given: Mapping[str, object]) -> dict[str, Tensor]:
-    return {name: _tensor(given, name) for name in operators()[operator].destinations}
+    return {name: tensor_of(given, name) for name in operators()[operator].destinations}
 
 
-def _tensor(given: Mapping[str, object], name: str) -> Tensor:
+def tensor_of(given: Mapping[str, object], name: str) -> Tensor:
+    """The tensor of that name among arguments."""
     value = given[name]
     assert isinstance(value, Tensor)
     return value
@@ -217,33 +168,34 @@ def _same(
 ) -> Iterator[Check]:
     for rank, (left, right) in enumerate(zip(expected, actual, strict=True)):
         for name in operators()[operator].destinations:
-            yield Check(f"{where} rank {rank} {name}", judge_equal_bits(_tensor(right, name), _tensor(left, name)))
+            yield Check(f"{where} rank {rank} {name}", judge_equal_bits(tensor_of(right, name), tensor_of(left, name)))
 
 
-def _rank_checks(
+def rank_checks(
     where: str, bound: BoundOperator, rank: int, old: Mapping[str, object], new: Mapping[str, object]
 ) -> Iterator[Check]:
+    """What a rank's call must have left as it was, and that its numbers are finite."""
     call = Call.of(bound, old, rank)
     for tensor in bound.spec.tensors:
-        before, after = _tensor(old, tensor.name), _tensor(new, tensor.name)
+        before, after = tensor_of(old, tensor.name), tensor_of(new, tensor.name)
         name, active = f"{where} {tensor.name}", call.active_rows(tensor.dims[0])
         if tensor.direction == "in":
             yield Check(name, judge_equal_bits(after, before))
         if tensor.direction != "out":
             continue
         if bound.spec.name == "dispatch" and tensor.dims[0] == "R":
-            active = int(_tensor(new, "receive_counts").sum())
+            active = int(tensor_of(new, "receive_counts").sum())
         if call.is_cleared(tensor.dims[0]):
             yield Check(name, judge_zero_rows(after, active))
         else:
             yield Check(name, judge_untouched_rows(after, before, active))
-        if after.is_floating_point() and tensor.name not in _UNBOUNDED and active:
+        if after.is_floating_point() and tensor.name not in UNBOUNDED and active:
             rows = after[:active].flatten(1) if after.dim() > 1 else after[:active, None]
             yield Check(name, judge_row_bounds(rows, rows))
-    stored = {t.name: _tensor(old, t.name) for t in bound.spec.tensors if t.direction == "inout"}
+    stored = {t.name: tensor_of(old, t.name) for t in bound.spec.tensors if t.direction == "inout"}
     if stored:
         yield Check(
-            f"{where} storage", judge_storage(stored, {n: _tensor(new, n) for n in stored}, _owned(call, stored))
+            f"{where} storage", judge_storage(stored, {n: tensor_of(new, n) for n in stored}, _owned(call, stored))
         )
 
 
@@ -270,9 +222,9 @@ def _wirings_agree(case: FixtureCase, replicated: Arguments, sharded: Arguments)
         active = case.layout.active_rows(case.tokens, case.active(case.layout.dp_rank(rank)), rank)
         start = case.layout.tp_rank(rank) * slab
         for name in ("attn_output", "x_hc_out", "next_pre_mix"):
-            expected = _tensor(whole, name)[start : start + active]
+            expected = tensor_of(whole, name)[start : start + active]
             yield Check(
-                f"sharded rank {rank} {name} of replicated", judge_equal_bits(_tensor(own, name)[:active], expected)
+                f"sharded rank {rank} {name} of replicated", judge_equal_bits(tensor_of(own, name)[:active], expected)
             )
 
 
@@ -283,13 +235,13 @@ def _one_rank_agrees(name: str, case: FixtureCase, results: Mapping[Wiring, Argu
         return
     alone = replace(case, layout=ParallelLayout(1, case.layout.dp))
     fixture = operator_fixture(spec.name, alone)
-    expected = _run(spec.name, fixture.bounds, fixture.arguments)
+    expected = run_golden(spec.name, fixture.bounds, fixture.arguments)
     for rank, given in enumerate(results["replicated"]):
         group = case.layout.dp_rank(rank)
         for tensor in spec.tensors:
             if tensor.direction == "in":
                 continue
-            actual, wanted = _tensor(given, tensor.name), _tensor(expected[group], tensor.name)
+            actual, wanted = tensor_of(given, tensor.name), tensor_of(expected[group], tensor.name)
             if tensor.name in _ROUNDED_BY_GROUP:
                 active = case.active(group)
                 verdict: Verdict = judge_row_bounds(actual[:active].flatten(1), wanted[:active].flatten(1))

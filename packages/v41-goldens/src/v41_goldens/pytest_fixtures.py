@@ -96,7 +96,8 @@ def v41_validate(
     `candidate(bounds, arguments)` writes into every rank's destinations and is compared with the golden by
     `v41_row_bounds`; without one the golden itself is judged. `assert result.passed, result.error` is left to the test.
     """
-    from v41_goldens.golden_run import validate, validate_candidate
+    from v41_goldens.candidate_run import validate_candidate
+    from v41_goldens.golden_run import validate
 
     def run(name: str, candidate: Any = None, *, wiring: str = "both", **fields: Any) -> GoldenRun:
         case = v41_case(**fields)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from v41_config import AttentionMode
+from v41_goldens.capture import layer_key
 from v41_goldens.hyper_connections import mhc_mixes, mhc_post, mhc_pre
 from v41_goldens.modes import ATTENTION
 from v41_goldens.operators.call import Call, Results
@@ -20,6 +21,8 @@ def _attention(call: Call, mode: AttentionMode, x: Tensor) -> Results:
     """A mode's FP32 partial, and what it selects."""
     layer = layer_of(call, mode)
     context = operand_context(call, layer)
+    if call.selection is not None:
+        context.injected = {layer_key(layer.layer_id, "topk"): call.selection}
     results = {"output_partial": ATTENTION[mode](context, layer, call.attention(), x)}
     if layer.owns_index:
         results["topk_rows"] = context.topk[layer.layer_id]

@@ -35,15 +35,17 @@ class Call:
         rank: the caller's rank in `bound.layout`.
         tensors: what is read or updated, by name; caches are the caller's own storage.
         scalars: every count and constant, given or default.
+        selection: logical entries `[active rows, k]` to attend to instead of the operator's own choice.
     """
 
     bound: BoundOperator
     rank: int
     tensors: Mapping[str, Tensor]
     scalars: Mapping[str, int | float]
+    selection: Tensor | None = None
 
     @staticmethod
-    def of(bound: BoundOperator, arguments: Mapping[str, object], rank: int) -> Call:
+    def of(bound: BoundOperator, arguments: Mapping[str, object], rank: int, selection: Tensor | None = None) -> Call:
         """Of arguments that `bound.check` has accepted."""
         scalars = dict(bound.constants)
         for scalar in bound.spec.scalars:
@@ -52,7 +54,7 @@ class Call:
             given = arguments.get(scalar.name)
             if given is not None:
                 scalars[scalar.name] = given if isinstance(given, float) else int(given)  # type: ignore[call-overload]
-        call = Call(bound, rank, {}, scalars)
+        call = Call(bound, rank, {}, scalars, selection)
         tensors = {}
         for tensor in bound.spec.tensors:
             value = arguments[tensor.name]

@@ -55,7 +55,12 @@ class Golden:
             raise OperandError(self.name, "the arguments of one rank", f"those of {self.ranks.value}: run_ranks")
         self._run([bound], [arguments], [rank])
 
-    def run_ranks(self, bounds: Sequence[BoundOperator], arguments: Sequence[Mapping[str, object]]) -> None:
+    def run_ranks(
+        self,
+        bounds: Sequence[BoundOperator],
+        arguments: Sequence[Mapping[str, object]],
+        selections: Sequence[Tensor] | None = None,
+    ) -> None:
         """Compute into the destinations of every rank: `out` and `inout` tensors, and of these the active rows alone.
 
         Rows at and behind the count keep their bytes, except in a slab of a batch that has one count for the whole TP
@@ -64,6 +69,8 @@ class Golden:
         Args:
             bounds: `OperatorSpec.bind` of each rank, in rank order. Ranks of one layout; DP groups may differ in size.
             arguments: each rank's tensors and scalars by name; scalars with a default may be left out.
+            selections: of an operator that chooses entries, what to attend to instead: each rank's logical entries,
+                integers `[active rows, k]`, -1 behind them. For the reference of another, accepted choice.
 
         Raises:
             OperatorError: an argument breaks the contract.
@@ -72,10 +79,18 @@ class Golden:
         world = bounds[0].layout.world_size if bounds else 0
         if not bounds or len(bounds) != world or len(arguments) != world:
             raise OperandError(self.name, f"{len(arguments)} ranks", f"all {world} ranks of the layout")
-        self._run(bounds, arguments, range(world))
+        if selections is not None and len(selections) != world:
+            raise OperandError(f"{self.name} selections", f"{len(selections)} ranks", f"all {world} ranks")
+        if selections is not None and not {"topk_rows", "window_kv"} <= set(self.spec.destinations):
+            raise OperandError(f"{self.name} selections", "given", "none: this attention chooses nothing")
+        self._run(bounds, arguments, range(world), selections)
 
     def _run(
-        self, bounds: Sequence[BoundOperator], arguments: Sequence[Mapping[str, object]], ranks: Sequence[int]
+        self,
+        bounds: Sequence[BoundOperator],
+        arguments: Sequence[Mapping[str, object]],
+        ranks: Sequence[int],
+        selections: Sequence[Tensor] | None = None,
     ) -> None:
         for bound, given in zip(bounds, arguments, strict=True):
             if bound.spec != self.spec:
@@ -83,7 +98,8 @@ class Golden:
             if bound.layout != bounds[0].layout or bound.config != bounds[0].config:
                 raise OperandError(self.name, "different layouts or models", "ranks of one layout and one model")
             bound.check(given)
-        calls = [Call.of(b, given, rank) for b, given, rank in zip(bounds, arguments, ranks, strict=True)]
+        chosen = selections if selections is not None else [None] * len(bounds)
+        calls = [Call.of(*call) for call in zip(bounds, arguments, ranks, chosen, strict=True)]
         size = {Ranks.ONE: 1, Ranks.TP_GROUP: bounds[0].layout.tp, Ranks.WORLD: len(calls)}[self.ranks]
         groups = [calls[start : start + size] for start in range(0, len(calls), size)]
         self._check_groups(groups)
