@@ -39,3 +39,7 @@ class KernelTimeoutError(KernelExecutionError):
 
 class PassVerificationError(KernelExecutionError):
     """After a compiler pass the kernel gave other values than before, or could not be interpreted any more."""
+
+
+class DeviceError(KernelError):
+    """A device description that is not there, or does not say what a roofline needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from v41_config import CountSpec, OperatorError, OperatorSpec
 from v41_kernels.arguments import BoundArguments, bind
 from v41_kernels.calculator import calculator_library, default_cache_directory
 from v41_kernels.compositions import Call
+from v41_kernels.errors import KernelExecutionError
 from v41_kernels.pass_report import PassCheck
 from v41_kernels.platforms import require_platform
 from v41_kernels.pypto_install import find_pypto
@@ -38,6 +39,21 @@ class KernelRun:
     seconds: float
     checks: tuple[PassCheck, ...]
     launches: tuple[KernelRun, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One launch: its contract and sizes, seconds to compile, operations of the graph, seconds to interpret it.
+
+    `cycles` are the cost model's, of a 910B; None where it does not cover the kernel.
+    """
+
+    spec: OperatorSpec
+    dims: Mapping[str, int]
+    compile_seconds: float
+    operations: int
+    run_seconds: float
+    cycles: int | None
 
 
 class Executor:
@@ -102,56 +118,107 @@ class Executor:
         `KernelExecutionError` or a subclass. Destinations are written only if there is no error.
         """
         operator = find_kernel(name, self._operators)
-        return self._run_operator(operator, arguments, tier or self._tier)
+        bound = self._bound(operator, arguments)
+        asked = tier or self._tier
+        if operator.composition is None:
+            with self._turn:
+                return self._run(operator, bound, asked)
+        launches: list[KernelRun] = []
 
-    def _run_operator(self, operator: KernelOperator, arguments: Mapping[str, object], tier: Tier) -> KernelRun:
+        def launch(stage: KernelOperator, given: Mapping[str, object]) -> None:
+            with self._turn:
+                launches.append(self._run(stage, self._bound(stage, given), asked))
+
+        self._compose(operator, bound, launch)
+        seconds = sum(run.seconds for run in launches)
+        checks = tuple(check for run in launches for check in run.checks)
+        return KernelRun(operator.spec.name, asked, seconds, checks, tuple(launches))
+
+    def _bound(self, operator: KernelOperator, arguments: Mapping[str, object]) -> BoundArguments:
         bound = bind(operator.spec, arguments)
         if operator.check is not None:
             operator.check(bound)
-        if operator.composition is not None:
-            return self._run_composition(operator, bound, tier)
-        with self._turn:
-            return self._run(operator, bound, tier)
+        return bound
 
-    def _run_composition(self, operator: KernelOperator, bound: BoundArguments, tier: Tier) -> KernelRun:
+    def _compose(
+        self,
+        operator: KernelOperator,
+        bound: BoundArguments,
+        launch: Callable[[KernelOperator, Mapping[str, object]], None],
+    ) -> None:
         """Launch after launch on copies of the destinations, which the caller's get when all are done."""
         assert operator.composition is not None
-        launches: list[KernelRun] = []
-
-        def launch(name: str, **arguments: object) -> None:
-            launched = STAGES[name] if name in STAGES else find_kernel(name, self._operators)
-            launches.append(self._run_operator(launched, arguments, tier))
-
         active = active_rows(bound)
         copies = {name: bound.tensors[name].clone() for name in operator.spec.destinations}
         rows = {
             tensor.name: _first_rows({**bound.tensors, **copies}[tensor.name], tensor.dims[0], active)
             for tensor in operator.spec.tensors
         }
+
+        def launch_by_name(name: str, **arguments: object) -> None:
+            launch(STAGES[name] if name in STAGES else find_kernel(name, self._operators), arguments)
+
         if active:
-            operator.composition(Call(launch, rows, bound.constants))
+            operator.composition(Call(launch_by_name, rows, bound.constants))
         clear_inactive_slab(operator.spec, copies, active)
         for name, copy in copies.items():
             bound.tensors[name].copy_(copy)
-        seconds = sum(run.seconds for run in launches)
-        checks = tuple(check for run in launches for check in run.checks)
-        return KernelRun(operator.spec.name, tier, seconds, checks, tuple(launches))
+
+    def measure(self, name: str, tier: Tier | None = None, /, **arguments: object) -> tuple[Measurement, ...]:
+        """Compiles and runs an operator and says what each launch took; destinations are written as by `run`.
+
+        Errors: those of `run`.
+        """
+        operator = find_kernel(name, self._operators)
+        launches: list[Measurement] = []
+
+        def measured(launched: KernelOperator, bound: BoundArguments) -> None:
+            asked = tier or self._tier
+            with self._turn:
+                compiled = self._ask(launched, bound, asked, "measure")
+                run = self._run(launched, bound, asked)
+            launches.append(
+                Measurement(
+                    launched.spec, bound.dims, compiled["compile_seconds"], compiled["operations"],
+                    max(run.seconds - compiled["compile_seconds"], 0.0), self._cycles(launched, bound),
+                )
+            )  # fmt: skip
+
+        bound = self._bound(operator, arguments)
+        if operator.composition is None:
+            measured(operator, bound)
+        else:
+            self._compose(operator, bound, lambda stage, given: measured(stage, self._bound(stage, given)))
+        return tuple(launches)
+
+    def _cycles(self, operator: KernelOperator, bound: BoundArguments) -> int | None:
+        """Cycles by the cost model of a 910B; None where it does not cover the kernel, which can end the worker."""
+        try:
+            with self._turn:
+                cycles: int = self._ask(operator, bound, Tier.PASSES, "simulate")["cycles"]
+        except KernelExecutionError:
+            return None
+        return cycles
 
     def _run(self, operator: KernelOperator, bound: BoundArguments, tier: Tier) -> KernelRun:
-        name = operator.spec.name
+        answer = self._ask(operator, bound, tier, "run")
+        checks = tuple(PassCheck(pass_name, compared) for pass_name, compared in answer["checks"])
+        return KernelRun(operator.spec.name, tier, answer["seconds"], checks)
+
+    def _ask(self, operator: KernelOperator, bound: BoundArguments, tier: Tier, task: str) -> dict[str, Any]:
         if self._worker is None:
             self._worker = WorkerProcess(calculator_library(self._pypto, self._cache_directory))
-        where = f"kernel {name} (tier {tier.value})"
+        where = f"kernel {operator.spec.name} (tier {tier.value})"
         with tempfile.TemporaryDirectory(dir=self._worker.scratch, ignore_cleanup_errors=True) as directory:
-            request = _request(operator, bound, tier, where, Path(directory))
+            request = _request(operator, bound, tier, where, Path(directory)) | {"task": task}
             try:
                 answer = self._worker.ask(where, request, self._timeout)
             except BaseException:
                 self._worker = None  # `ask` has stopped it
                 raise
-            _receive(request["tensors"], operator, bound)
-        checks = tuple(PassCheck(pass_name, compared) for pass_name, compared in answer["checks"])
-        return KernelRun(name, tier, answer["seconds"], checks)
+            if task == "run":
+                _receive(request["tensors"], operator, bound)
+        return answer
 
 
 def active_rows(bound: BoundArguments) -> int:
@@ -194,7 +261,7 @@ def _request(
         "kernel": operator.kernel,
         "static": {in_kernel.get(name, name): value for name, value in static.items()},
         "tier": tier.value,
-        "tolerance": operator.pass_tolerance,
+        "tolerance": [operator.pass_tolerance.relative, operator.pass_tolerance.absolute],
         "tensors": tensors,
     }
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import ctypes
 import glob
 import importlib
+import json
 import logging
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +67,8 @@ class Interpreter:
         def run_nothing(wrapper: object, inputs: object, outputs: object) -> None:
             del wrapper, inputs, outputs
 
+        self._simulate = jit_module.JitCallableWrapper._run_with_cpu
+        self._run_nothing = run_nothing
         jit_module.JitCallableWrapper._setup_verify_data = staticmethod(set_up_verify_data)
         jit_module.JitCallableWrapper._run_with_cpu = run_nothing
 
@@ -75,7 +79,7 @@ class Interpreter:
         tensors: dict[str, Tensor],
         destinations: Sequence[str],
         tier: Tier,
-        tolerance: float = 0.0,
+        tolerance: Sequence[float] = (0.0, 0.0),
     ) -> tuple[PassCheck, ...]:
         """Compiles and executes `entry` on `tensors` (by parameter name), writing `destinations` in place.
 
@@ -98,25 +102,71 @@ class Interpreter:
             self._close_reports()
             return read_pass_report(where, verified)
 
+    def measure(
+        self, where: str, entry: Callable[..., None], tensors: dict[str, Tensor], tier: Tier
+    ) -> tuple[float, int]:
+        """Seconds to compile `entry` without interpreting it, and the operations of the graph that comes out.
+
+        Errors: `KernelExecutionError`.
+        """
+        with self._output_directory() as output:
+            started = time.perf_counter()
+            self._only_compile(where, entry, tensors, _stage(self._pypto, tier))
+            seconds = time.perf_counter() - started
+            program = json.loads(self._only(where, f"{output}/output_*/program.json").read_text())
+            return seconds, sum(len(function["operations"]) for function in program["functions"])
+
+    def simulate(self, where: str, entry: Callable[..., None], tensors: dict[str, Tensor]) -> int:
+        """Cycles of the whole kernel by pypto's cost model of a 910B, which knows nothing of values.
+
+        Errors: `KernelExecutionError` where it does not know an operation; it may also end the process.
+        """
+        wrapper = self._jit_module.JitCallableWrapper
+        wrapper._run_with_cpu = self._simulate
+        try:
+            with self._output_directory() as output:
+                self._only_compile(where, entry, tensors, None)
+                report = self._only(where, f"{output}/output_*/CostModelSimulationOutput/*stat.report.txt").read_text()
+        finally:
+            wrapper._run_with_cpu = self._run_nothing
+        found = re.search(r"Total Cycles\.*: *(\d+)", report)
+        if found is None:
+            raise KernelExecutionError(where, "no total", "a report of the cost model with its cycles")
+        return int(found.group(1))
+
+    def _only_compile(self, where: str, entry: Callable[..., None], tensors: dict[str, Tensor], stage: Any) -> None:
+        """`stage` None compiles to the end, so that the cost model has something to run."""
+        pypto = self._pypto
+        options = {} if stage is None else {"host_options": {"compile_stage": stage}}
+        logged = self._log_sizes()
+        try:
+            compiled = _wrap(
+                pypto.frontend.jit(runtime_options={"run_mode": pypto.RunMode.SIM}, use_cache=False, **options), entry
+            )
+            compiled(*(tensors[name] for name in _parameters(entry)))
+        except Exception as error:
+            found = self._first_logged_error(logged) or _without_frames(error)
+            raise KernelExecutionError(where, found, "a kernel that compiles") from error
+
     def _compile(
         self,
         entry: Callable[..., None],
         tensors: dict[str, Tensor],
         destinations: Sequence[str],
         tier: Tier,
-        tolerance: float,
+        tolerance: Sequence[float],
     ) -> None:
         """The verifier interprets the kernel while it is compiled; there is no other run."""
         pypto = self._pypto
         passes = list(CHECKED_PASSES) if tier is Tier.PASSES else []
-        stage = pypto.CompStage.TENSOR_GRAPH if tier is Tier.GRAPH else pypto.CompStage.CODEGEN_INSTRUCTION
+        stage = _stage(pypto, tier)
         compiled = _wrap(
             pypto.frontend.jit(
                 runtime_options={"run_mode": pypto.RunMode.SIM},
                 verify_options={
                     "enable_pass_verify": True,
                     "pass_verify_pass_filter": passes,
-                    "pass_verify_error_tol": [tolerance, 0.0],  # relative, absolute
+                    "pass_verify_error_tol": list(tolerance),  # relative, absolute
                 },
                 host_options={"compile_stage": stage},
                 use_cache=False,
@@ -198,6 +248,10 @@ def contained_import() -> Iterator[None]:
         if dict(environ) != variables:
             environ.clear()
             environ.update(variables)
+
+
+def _stage(pypto: Any, tier: Tier) -> Any:
+    return pypto.CompStage.TENSOR_GRAPH if tier is Tier.GRAPH else pypto.CompStage.CODEGEN_INSTRUCTION
 
 
 def _parameters(entry: Callable[..., None]) -> tuple[str, ...]:

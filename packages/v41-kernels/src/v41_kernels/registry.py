@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import NamedTuple
 
 from v41_config import OperatorError, OperatorSpec, find_operator
 from v41_kernels.arguments import BoundArguments
@@ -19,14 +20,24 @@ def no_sizes(bound: BoundArguments) -> dict[str, int]:
     return {}
 
 
+class PassTolerance(NamedTuple):
+    """What an element may differ by: `absolute + relative * its size`; the absolute part is for terms that cancel."""
+
+    relative: float
+    absolute: float
+
+
+EXACTLY = PassTolerance(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class KernelOperator:
     """An operator's contract, and the module whose `make_entry(**static_dims, **constants)` gives its jit entry.
 
     An operator that is several launches has a composition instead of a module.
 
-    `check` looks at values that the contract limits. `pass_tolerance` is how far, relatively, a destination may move
-    when a compiler pass cuts the kernel into tiles: 0 unless a reduction is summed in another order then. `names` are
+    `check` looks at values that the contract limits. `pass_tolerance` is how far a destination may move when a
+    compiler pass cuts the kernel into tiles: not at all unless a reduction is summed in another order then. `names` are
     the contract's names for parameters and sizes that the kernel calls otherwise, and `sizes` gives those that no
     symbol of the contract stands for.
     """
@@ -34,7 +45,7 @@ class KernelOperator:
     spec: OperatorSpec
     kernel: str = ""
     check: Callable[[BoundArguments], None] | None = None
-    pass_tolerance: float = 0.0
+    pass_tolerance: PassTolerance = EXACTLY
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[BoundArguments], dict[str, int]] = no_sizes
     composition: Composition | None = None
@@ -50,16 +61,16 @@ def check_positions(bound: BoundArguments) -> None:
         raise OperatorError(where, int(active[token]), f"a position below the tables' capacity {capacity}")
 
 
-_BF16_ULP = 2.0**-7
+_BF16_ULP = PassTolerance(2.0**-7, 2.0**-16)
 """What a BF16 result may move when the terms of a sum are added tile by tile."""
 
-_FP32_SUM = 2.0**-18
+_FP32_SUM = PassTolerance(2.0**-18, 2.0**-16)
 """The same for an FP32 result."""
 
 
 def _kernel(
     name: str,
-    tolerance: float = 0.0,
+    tolerance: PassTolerance = EXACTLY,
     *,
     kernel: str | None = None,
     check: Callable[[BoundArguments], None] | None = None,

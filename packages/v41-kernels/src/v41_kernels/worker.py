@@ -91,6 +91,11 @@ def _execute(interpreter: Interpreter, request: dict[str, Any]) -> dict[str, Any
         tensor["name"]: _map(request["where"], tensor, entry.__annotations__[tensor["name"]])
         for tensor in request["tensors"]
     }
+    if request["task"] == "measure":
+        compile_seconds, operations = interpreter.measure(request["where"], entry, tensors, Tier(request["tier"]))
+        return {"compile_seconds": compile_seconds, "operations": operations}
+    if request["task"] == "simulate":
+        return {"cycles": interpreter.simulate(request["where"], entry, tensors)}
     destinations = [tensor["name"] for tensor in request["tensors"] if tensor["written"]]
     checks = interpreter.run(
         request["where"], entry, tensors, destinations, Tier(request["tier"]), request["tolerance"]

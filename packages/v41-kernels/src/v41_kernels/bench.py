@@ -1,0 +1,104 @@
+"""Leaf benchmarks: what an operator costs to compile and to interpret on a CPU, and what a device would need at least.
+
+A time on a CPU says how long a judgement takes, nothing about a device. The roofline is arithmetic on public figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from v41_config import ModelConfig
+from v41_kernels.bench_operands import bench_operands, bind_for_bench
+from v41_kernels.devices import Device
+from v41_kernels.executor import Executor, Measurement
+from v41_kernels.operator_work import Work, operator_work
+
+_LARGEST_OPERANDS = 2 << 30
+"""Bytes of operands that are still made and interpreted; the interpreter keeps several copies."""
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One operator: sums over its launches; `skipped` says why it was not run, and then only the work is known."""
+
+    operator: str
+    rows: int
+    launches: int
+    bytes_moved: int
+    matmul_flops: int
+    intensity: float
+    roofline_seconds: float | None
+    device: str
+    compile_seconds: float | None = None
+    graph_operations: int | None = None
+    cpu_seconds: float | None = None
+    cost_model_cycles: int | None = None
+    skipped: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """Stable keys; the cost model's cycles are "not covered" where it does not know an operation."""
+        shown = asdict(self)
+        if self.cost_model_cycles is None and self.skipped is None:
+            shown["cost_model_cycles"] = "not covered"
+        return shown
+
+
+def bench(
+    executor: Executor, names: Sequence[str], config: ModelConfig, rows: int, device: Device
+) -> Iterator[BenchResult]:
+    """A result for each operator, in order, as it is there. Errors: those of `Executor.measure`."""
+    for name in names:
+        bound = bind_for_bench(name, config, rows)
+        work = operator_work(bound)
+        size = sum(tensor.nbytes for tensor in bound.tensors.values())
+        result = _result(name, rows, work, device)
+        if size > _LARGEST_OPERANDS:
+            yield replace(result, skipped=f"operands of {size / 2**30:.1f} GiB")
+            continue
+        launches = executor.measure(name, **bench_operands(bound))
+        if len(launches) > 1:
+            work = sum((_launched_work(launch, config) for launch in launches), Work(0, 0))
+        covered = [launch.cycles for launch in launches if launch.cycles is not None]
+        yield replace(
+            _result(name, rows, work, device),
+            launches=len(launches),
+            compile_seconds=sum(launch.compile_seconds for launch in launches),
+            graph_operations=sum(launch.operations for launch in launches),
+            cpu_seconds=sum(launch.run_seconds for launch in launches),
+            cost_model_cycles=sum(covered) if len(covered) == len(launches) else None,
+        )
+
+
+def _launched_work(launch: Measurement, config: ModelConfig) -> Work:
+    """The work of a launch, from its contract and the sizes it had."""
+    extents = {symbol: launch.dims.get(symbol, 1) for symbol in launch.spec.given}
+    return operator_work(launch.spec.bind(config, None, **extents))
+
+
+def _result(name: str, rows: int, work: Work, device: Device) -> BenchResult:
+    return BenchResult(
+        name, rows, 1, work.bytes_moved, work.matmul_flops, work.intensity, device.roofline_seconds(work), device.name
+    )
+
+
+def as_line(result: BenchResult) -> str:
+    """One line of a table."""
+    roofline = "-" if result.roofline_seconds is None else f"{result.roofline_seconds * 1e6:.2f}"
+    head = (
+        f"{result.operator:40}{result.rows:6}{result.bytes_moved / 1e6:11.3f}{result.matmul_flops / 1e9:10.3f}"
+        f"{result.intensity:9.2f}{roofline:>12}"
+    )
+    if result.skipped is not None:
+        return f"{head}   not run: {result.skipped}"
+    cycles = "not covered" if result.cost_model_cycles is None else str(result.cost_model_cycles)
+    return (
+        f"{head}{result.launches:9}{result.compile_seconds:10.2f}{result.graph_operations:9}"
+        f"{result.cpu_seconds:9.2f}{cycles:>13}"
+    )
+
+
+HEADER = (
+    f"{'operator':40}{'rows':>6}{'MB moved':>11}{'GFLOP':>10}{'FLOP/B':>9}{'roofline us':>12}"
+    f"{'launches':>9}{'compile s':>10}{'graph op':>9}{'CPU s':>9}{'910B cycles':>13}"
+)

@@ -1,0 +1,89 @@
+"""Device descriptions for rooflines: public figures as data, each with its source. Nothing here was measured."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from v41_kernels.errors import DeviceError
+from v41_kernels.operator_work import Work
+
+_PRECISIONS = ("bf16", "fp8", "fp4")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. TFLOP/s of dense products by operand format and TB/s of its memory; None is not published."""
+
+    name: str
+    title: str
+    source: str
+    matmul_tflops: Mapping[str, float | None]
+    vector_fp16_tflops: float | None
+    bandwidth_tb_s: float | None
+    memory_gb: float | None
+
+    def roofline_seconds(self, work: Work) -> float | None:
+        """The longer of the time for the products and that for the bytes; None where a figure is not published.
+
+        Products are taken at the BF16 rate: the kernels decode low-bit operands before they multiply.
+        """
+        products = self.matmul_tflops["bf16"]
+        if self.bandwidth_tb_s is None or (work.matmul_flops and products is None):
+            return None
+        memory = work.bytes_moved / (self.bandwidth_tb_s * 1e12)
+        return max(memory, work.matmul_flops / (products * 1e12) if products else 0.0)
+
+
+def built_in_devices() -> dict[str, Device]:
+    """The descriptions that come with this package, by name."""
+    text = importlib.resources.files("v41_kernels").joinpath("devices.json").read_text(encoding="utf-8")
+    return {device.name: device for device in _devices("devices.json", text)}
+
+
+def find_device(name: str, file: Path | None = None) -> Device:
+    """A device by name: of a file in the form of `devices.json` if one is given, else of those that come along.
+
+    Errors: `DeviceError`.
+    """
+    known = built_in_devices()
+    if file is not None:
+        try:
+            known |= {device.name: device for device in _devices(str(file), file.read_text(encoding="utf-8"))}
+        except (OSError, UnicodeDecodeError) as error:
+            raise DeviceError(str(file), f"{type(error).__name__}: {error}", "a readable JSON file") from None
+    if name not in known:
+        raise DeviceError("device", name, f"one of {', '.join(sorted(known))}")
+    return known[name]
+
+
+def _devices(where: str, text: str) -> list[Device]:
+    try:
+        entries = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DeviceError(where, str(error), "JSON") from None
+    if not isinstance(entries, list):
+        raise DeviceError(where, type(entries).__name__, "a list of devices")
+    return [_device(f"{where}[{number}]", entry) for number, entry in enumerate(entries)]
+
+
+def _device(where: str, entry: object) -> Device:
+    fields = set(Device.__dataclass_fields__)
+    if not isinstance(entry, dict) or set(entry) != fields:
+        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        raise DeviceError(where, found, f"an object with exactly {', '.join(sorted(fields))}")
+    for field in ("name", "title", "source"):
+        if not isinstance(entry[field], str) or not entry[field]:
+            raise DeviceError(f"{where}.{field}", entry[field], "a text; a figure without its source is of no use")
+    rates = entry["matmul_tflops"]
+    if not isinstance(rates, dict) or set(rates) != set(_PRECISIONS):
+        raise DeviceError(f"{where}.matmul_tflops", rates, f"a number or null for each of {', '.join(_PRECISIONS)}")
+    numbers = {f"matmul_tflops.{name}": value for name, value in rates.items()}
+    numbers |= {name: entry[name] for name in ("vector_fp16_tflops", "bandwidth_tb_s", "memory_gb")}
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise DeviceError(f"{where}.{name}", value, "a positive number, or null where none is published")
+    return Device(**entry)
