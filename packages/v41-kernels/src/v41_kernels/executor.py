@@ -136,8 +136,7 @@ class Executor:
 
     def _bound(self, operator: KernelOperator, arguments: Mapping[str, object]) -> BoundArguments:
         bound = bind(operator.spec, arguments)
-        if operator.check is not None:
-            operator.check(bound)
+        operator.check(bound)
         return bound
 
     def _compose(

@@ -12,6 +12,7 @@ from v41_config import OperatorError, OperatorSpec, find_operator
 from v41_kernels.arguments import BoundArguments
 from v41_kernels.compositions import COMPOSITIONS, Composition
 from v41_kernels.launched_stages import LAUNCHED_STAGES
+from v41_kernels.operand_values import check_operand_values
 
 
 def no_sizes(bound: BoundArguments) -> dict[str, int]:
@@ -44,21 +45,11 @@ class KernelOperator:
 
     spec: OperatorSpec
     kernel: str = ""
-    check: Callable[[BoundArguments], None] | None = None
+    check: Callable[[BoundArguments], None] = check_operand_values
     pass_tolerance: PassTolerance = EXACTLY
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[BoundArguments], dict[str, int]] = no_sizes
     composition: Composition | None = None
-
-
-def check_positions(bound: BoundArguments) -> None:
-    """Active positions lie below the tables' capacity; negative ones are allowed. Errors: `OperatorError`."""
-    active = bound.tensors["position_ids"][: bound.counts["num_tokens"]]
-    capacity = bound.dims["CAPACITY"]
-    if active.numel() and int(active.max()) >= capacity:
-        token = int(active.argmax())
-        where = f"{bound.spec.name}: position_ids[{token}]"
-        raise OperatorError(where, int(active[token]), f"a position below the tables' capacity {capacity}")
 
 
 _BF16_ULP = PassTolerance(2.0**-7, 2.0**-16)
@@ -73,14 +64,13 @@ def _kernel(
     tolerance: PassTolerance = EXACTLY,
     *,
     kernel: str | None = None,
-    check: Callable[[BoundArguments], None] | None = None,
     sizes: Callable[[BoundArguments], dict[str, int]] = no_sizes,
     **names: str,
 ) -> KernelOperator:
     """The operator `name` of the contract; `names` are its names for the parameters and sizes of `kernel`."""
     module = f"v41_kernels.kernels.{kernel or name}"
     spec = LAUNCHED_STAGES[name] if name in LAUNCHED_STAGES else find_operator(name)
-    return KernelOperator(spec, module, check, tolerance, names, sizes)
+    return KernelOperator(spec, module, pass_tolerance=tolerance, names=names, sizes=sizes)
 
 
 def _partial_inputs(bound: BoundArguments) -> dict[str, int]:
@@ -93,7 +83,7 @@ def _output_groups(bound: BoundArguments) -> dict[str, int]:
 
 
 _ROW_STAGES = (
-    _kernel("materialize_rope_rows", check=check_positions),
+    _kernel("materialize_rope_rows"),
     _kernel("embed"),
     _kernel("input_pack"),
     _kernel("rms_norm", _BF16_ULP),
