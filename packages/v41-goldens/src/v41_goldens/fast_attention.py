@@ -1,8 +1,8 @@
 """Attention and index scores in fast arithmetic, and the table of stages with them in the goldens' places.
 
 Tensors are those of the exact stages. Scores, probabilities and their sums are FP32 here, without chunks; index scores
-are BF16 products. A token's bits do not depend on its batch: each token is a problem of its own, of a size that the
-configuration gives, and index scores are made in tiles of a fixed size.
+are BF16 products. A token's bits do not depend on its batch: each token is a problem of its own, of a size that its own
+list gives, and index scores are made in tiles of a fixed size.
 """
 
 from __future__ import annotations
@@ -15,23 +15,47 @@ from torch import Tensor
 from v41_goldens import row_tiles
 from v41_goldens.attention_stages import AttentionStages
 from v41_goldens.indexer import IndexQueries, select_entries, weighted_sum
-from v41_goldens.sparse_attention import LOWEST_MAXIMUM, check_operands
+from v41_goldens.sparse_attention import check_operands
+
+_TOKEN_TILE = 4
+"""Tokens attended together: their gathered KV in FP32 stays in cache."""
+
+_LIST_STEP = 64
+"""Lists of entries are as long as a multiple of this."""
 
 _KEY_TILE = 1024
 """Keys of one product of index scores."""
 
 
 def fast_sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """`sparse_attention` with FP32 matmuls, exponentials and sums, and one maximum for the whole list."""
+    """`sparse_attention` with FP32 matmuls, exponentials and sums, and one maximum for the whole list.
+
+    Of each token's list only the valid entries are taken, filled up to a multiple of `_LIST_STEP`: a size that is the
+    token's own.
+    """
     check_operands(q, kv, valid, sink)
-    values = torch.where(valid.unsqueeze(-1), kv, torch.zeros_like(kv)).float()
-    scores = torch.bmm(q.float(), values.transpose(-1, -2)).mul_(scale)
-    scores.masked_fill_(~valid.unsqueeze(1), -torch.inf)
-    maximum = scores.amax(-1, keepdim=True).clamp_min_(LOWEST_MAXIMUM)
+    out = torch.zeros_like(q)
+    counts = valid.sum(dim=1)
+    order = torch.argsort(~valid, dim=1, stable=True)
+    steps = (counts + _LIST_STEP - 1) // _LIST_STEP
+    for step in steps.unique().tolist():
+        size = min(step * _LIST_STEP, valid.shape[1])
+        for tokens in (steps == step).nonzero().flatten().split(_TOKEN_TILE) if step else ():
+            entries = order[tokens, :size]
+            values = kv[tokens.unsqueeze(-1), entries].float()
+            live = torch.arange(size, device=q.device) < counts[tokens].unsqueeze(-1)
+            out[tokens] = _attended(q[tokens].float(), values, live, sink, scale).bfloat16()
+    return out
+
+
+def _attended(q: Tensor, values: Tensor, live: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """FP32 `[T, H, head_dim]` of FP32 operands; overwrites `values`. Every token has a live entry."""
+    values.masked_fill_(~live.unsqueeze(-1), 0.0)
+    scores = torch.bmm(q, values.transpose(-1, -2)).mul_(scale).masked_fill_(~live.unsqueeze(1), -torch.inf)
+    maximum = scores.amax(-1, keepdim=True)
     p = scores.sub_(maximum).exp_()
     denominator = p.sum(-1, keepdim=True).add_(torch.exp(sink.view(-1, 1) - maximum))
-    out = torch.bmm(p.bfloat16().float(), values).div_(denominator)
-    return out.masked_fill_(~valid.any(dim=1)[:, None, None], 0.0).bfloat16()
+    return torch.bmm(p.bfloat16().float(), values).div_(denominator)
 
 
 def fast_index_scores(queries: IndexQueries, keys: Tensor) -> Tensor:

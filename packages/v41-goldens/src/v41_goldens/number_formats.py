@@ -1,8 +1,8 @@
 """Bit-level number formats: E4M3, E8M0 and E2M1, encode and decode (model.md section 2).
 
 Everything rounds to nearest, ties to the even code, and works on bit patterns instead of logarithms. Decoding is
-exact. Tables are built when first used, once per device; they hold what two bytes mean, because an indexed read
-costs the same whatever its width.
+exact. The table of E2M1 is built when first used, once per device; it tells what two bytes mean, because an indexed
+read costs the same whatever its width.
 """
 
 from __future__ import annotations
@@ -32,24 +32,20 @@ _E4M3_BITS_IN_FP16 = ~0x4000
 """Clears the copy of the sign that shifting a sign-extended byte leaves in the top exponent bit."""
 
 
-def e4m3_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """E4M3 codes to FP32 or BF16, exactly in both (model.md section 2.1).
+def e4m3_decode(codes: Tensor) -> Tensor:
+    """E4M3 codes to FP32, exactly (model.md section 2.1).
 
     Args:
         codes: float8_e4m3fn, or uint8 holding the same bytes; any shape. Bytes 0x7F and 0xFF are NaN.
     """
     codes = _as_dtype(codes.contiguous(), torch.float8_e4m3fn, "e4m3_decode codes")
-    if dtype == torch.bfloat16:
-        return _look_up(codes, _e4m3_byte_pairs(codes.device), 1)
+    signed = codes.view(torch.int8)
+    if codes.numel() and signed.bitwise_and(0x7F).max() == 0x7F:
+        return codes.to(torch.float32)
     # Sign, exponent and mantissa placed at the same ends of an FP16 number mean 2^-8 times the value, subnormals too:
-    # ten times as fast on a CPU as torch's cast. Only the NaN codes come out wrong, as 480.
-    fp16 = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_E4M3_BITS_IN_FP16)
-    values = fp16.view(torch.float16).to(torch.float32).mul_(256.0)
-    if values.numel():
-        low, high = torch.aminmax(values)
-        if low < -E4M3_MAX or high > E4M3_MAX:
-            return codes.to(torch.float32)
-    return values
+    # ten times as fast on a CPU as torch's cast. Only the NaN codes would come out wrong, as 480.
+    fp16 = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_E4M3_BITS_IN_FP16)
+    return fp16.view(torch.float16).to(torch.float32).mul_(256.0)
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
@@ -97,7 +93,7 @@ def e2m1_decode(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         `[..., K]` of `dtype`; nibble 8 decodes to -0.
     """
     codes = _as_dtype(packed.contiguous(), torch.uint8, "e2m1_decode packed")
-    return _look_up(codes, _e2m1_byte_pairs(packed.device), 2).to(dtype)
+    return _look_up(codes, _e2m1_byte_pairs(packed.device)).to(dtype)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
@@ -135,44 +131,26 @@ def _as_dtype(codes: Tensor, dtype: torch.dtype, where: str) -> Tensor:
     return codes.view(dtype)
 
 
-def _look_up(codes: Tensor, byte_pairs: Tensor, values_per_byte: int) -> Tensor:
-    """BF16 values of byte codes, `[..., n]` to `[..., n * values_per_byte]`: one look-up for two bytes.
+def _look_up(codes: Tensor, byte_pairs: Tensor) -> Tensor:
+    """BF16 values of bytes with two codes each, `[..., n]` to `[..., 2n]`: one look-up for two bytes.
 
-    `gather` along the rows of an expanded table is the one indexed read that torch runs on all threads.
+    `gather` along the rows of an expanded table is the indexed read that torch runs on all threads.
     """
     count = codes.shape[-1]
-    codes = codes.view(torch.uint8)
     if count % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     if codes.storage_offset() % 2:
         codes = codes.clone()
-    # The low byte of the index is the earlier one.
-    index = codes.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
+    index = codes.view(torch.uint16).to(torch.int64)  # the low byte is the earlier one
     rows = index.unsqueeze(0).flatten(0, -2)
     values = byte_pairs.expand(len(rows), -1).gather(1, rows).view(torch.bfloat16)
-    return values.view(*codes.shape[:-1], codes.shape[-1] * values_per_byte)[..., : count * values_per_byte]
-
-
-def _table_of_pairs(values: Tensor) -> Tensor:
-    """`[65536]` integers of the values of two bytes, the earlier byte being the low one of the index.
-
-    `values` BF16 `[256, n]`; each entry is as wide as the 2 n numbers it holds.
-    """
-    pair = torch.arange(1 << 16)
-    entries = torch.cat((values[pair & 0xFF], values[pair >> 8]), dim=-1)
-    return entries.view(torch.int32 if values.shape[1] == 1 else torch.int64).squeeze(-1)
+    return values.view(*codes.shape[:-1], 2 * codes.shape[-1])[..., : 2 * count]
 
 
 @functools.cache
 def _e2m1_byte_pairs(device: torch.device) -> Tensor:
-    """The four values in each pair of bytes, 512 KB."""
+    """`[65536]`: the four BF16 values in each pair of bytes as one int64, 512 KB."""
     nibbles = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=torch.bfloat16)
-    byte = torch.arange(256)
-    return _table_of_pairs(torch.stack((nibbles[byte & 0xF], nibbles[byte >> 4]), dim=-1)).to(device)
-
-
-@functools.cache
-def _e4m3_byte_pairs(device: torch.device) -> Tensor:
-    """The two values in each pair of bytes, 256 KB."""
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
-    return _table_of_pairs(codes.to(torch.bfloat16).unsqueeze(-1)).to(device)
+    pair = torch.arange(1 << 16)
+    values = torch.stack([nibbles[pair >> shift & 0xF] for shift in (0, 4, 8, 12)], dim=-1)
+    return values.view(torch.int64).squeeze(-1).to(device)

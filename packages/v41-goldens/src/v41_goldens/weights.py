@@ -64,9 +64,9 @@ class Fp8Weight:
         A product beyond it becomes infinite; BF16 loses bits below 2^-126.
         """
         n, k = self.shape
-        tiles = e4m3_decode(self.codes, dtype).view(n // MX_GROUP, MX_GROUP, k)
-        scale = e8m0_decode(self.scale).to(dtype).repeat_interleave(MX_GROUP, dim=1)
-        return tiles.mul_(scale.unsqueeze(1)).view(self.shape)
+        tiles = e4m3_decode(self.codes).view(n // MX_GROUP, MX_GROUP, k)
+        scale = e8m0_decode(self.scale).repeat_interleave(MX_GROUP, dim=1)
+        return tiles.mul_(scale.unsqueeze(1)).view(self.shape).to(dtype)
 
     def dot(self, x: Tensor) -> Tensor:
         """FP32 dot products `[..., N]` of rows `x [..., K]` with this matrix, by E1."""
