@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from v41_config import FLASH, TINY, ParallelLayout
 from v41_loader import ExpectedTensor, expected_tensor, expected_tensors, tensor_parts
-from v41_loader.errors import LayoutGeometryError, ShardingError, UnknownLayoutError, WeightLayoutError
+from v41_loader.errors import LayoutGeometryError, ShardingError, UnknownLayoutError
 from v41_loader.layouts import LAYOUTS, Transform, get_layout
 from v41_loader.layouts.lane_transpose import transpose_lanes
 from v41_loader.rules import DTYPE_BYTES
@@ -117,8 +117,10 @@ def test_every_transform_can_be_undone(tensor: ExpectedTensor, rows: int, column
     for row in range(0, shape[0], transform.rows_per_block):
         block = stored[row : row + transform.rows_per_block]
         made = transform.apply(block)
-        assert np.array_equal(transform.inverse(made), block)
-        assert np.array_equal(transform.inverse(made.reshape(-1)), block)
+        for data in (made, made.reshape(-1)):
+            released = transform.inverse(data)
+            assert released is not None
+            assert np.array_equal(released, block)
     nbytes = math.prod(transform.output_shape) * DTYPE_BYTES[transform.output_dtype]
     assert len(streamed(transform, stored)) == nbytes
 
@@ -149,8 +151,7 @@ def test_a_scale_that_differs_inside_a_tile_is_refused() -> None:
     transform = transform_of(FP8_SCALE, (2, 4))
     made = transform.apply(random_bytes(5, 2, 4))
     made.reshape(-1)[7] ^= 1
-    with pytest.raises(WeightLayoutError, match=r"wq_b\.scale"):
-        transform.inverse(made)
+    assert transform.inverse(made) is None
 
 
 def test_blocks_cover_what_the_output_needs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from v41_config.model_config import ModelConfig
@@ -71,6 +72,12 @@ class SharedPart:
     ranks: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=4096)
+def _whole_on(shape: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[SharedPart, ...]:
+    """One object for the many tensors, experts most of them, that are alike."""
+    return (SharedPart(RankPart(shape), ranks),)
+
+
 def tensor_parts(tensor: ExpectedTensor, config: ModelConfig, layout: ParallelLayout) -> tuple[SharedPart, ...]:
     """The different parts of a tensor, in the order in which they make it up: one per TP rank where TP cuts it, else
     the whole; none of a skipped group. Errors as `rank_part`, which says the same from the side of one rank.
@@ -80,10 +87,10 @@ def tensor_parts(tensor: ExpectedTensor, config: ModelConfig, layout: ParallelLa
         case Partition.SKIPPED:
             return ()
         case Partition.REPLICATED:
-            return (SharedPart(RankPart(tensor.shape), tuple(world)),)
+            return _whole_on(tensor.shape, tuple(world))
         case Partition.EXPERTS:
             assert tensor.expert is not None
-            return (SharedPart(RankPart(tensor.shape), (layout.expert_owner(config, tensor.expert),)),)
+            return _whole_on(tensor.shape, (layout.expert_owner(config, tensor.expert),))
     parts = []
     for tp_rank in range(layout.tp):
         part = rank_part(tensor, config, layout, tp_rank)

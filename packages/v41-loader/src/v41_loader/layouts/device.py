@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from v41_config.model_config import MX_GROUP
-from v41_loader.errors import LayoutGeometryError, WeightLayoutError
+from v41_loader.errors import LayoutGeometryError
 from v41_loader.expected_tensors import ExpectedTensor
 from v41_loader.layouts.fp4_tiles import FP4_TILE, TILE_ROW_BYTES, from_fp4_tiles, to_fp4_tiles
 from v41_loader.layouts.fp8_input_major import from_input_major, to_input_major
@@ -16,7 +17,7 @@ _BLOCK_BYTES = 256 << 10
 """About the bytes of scales that are ordered at a time."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fp8InputMajor:
     """FP8 codes `[N, K]` to `[K, N]`. One block: every row has a byte in every row of the result."""
 
@@ -41,7 +42,7 @@ class Fp8InputMajor:
         return from_input_major(block.reshape(self.output_shape))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fp4Tiles:
     """Packed FP4 `[N, K/2]` to `[K, N/2]`, stored tile by tile: 256 rows make one N tile."""
 
@@ -63,11 +64,10 @@ class Fp4Tiles:
         return from_fp4_tiles(block.reshape(-1, self.k, TILE_ROW_BYTES))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MxScaleOrder:
     """E8M0 scales `[N / columns_per_row, K/32]` to `[K/32, N]`, stored in MX_B_NN order."""
 
-    name: str
     n: int
     k_groups: int
     columns_per_row: int
@@ -87,18 +87,16 @@ class MxScaleOrder:
         """`[rows, K/32]` to `[rows * columns_per_row / 16, K/64, 16, 2]`."""
         return to_mx_scale_order(block, self.columns_per_row)
 
-    def inverse(self, block: Bytes) -> Bytes:
-        """The released rows of these bytes.
-
-        Raises:
-            WeightLayoutError: columns of one weight tile have different scales.
-        """
+    def inverse(self, block: Bytes) -> Bytes | None:
+        """The released rows of these bytes; None where columns of one weight tile have different scales."""
         blocks = block.reshape(-1, self.k_groups // SCALE_PAIR, SCALE_COLUMNS, SCALE_PAIR)
-        scales = from_mx_scale_order(blocks, self.columns_per_row)
-        if scales is None:
-            expected = f"the same scales for {self.columns_per_row} columns of a tile"
-            raise WeightLayoutError(self.name, "different ones", expected)
-        return scales
+        return from_mx_scale_order(blocks, self.columns_per_row)
+
+
+# One object for the many tensors, experts most of them, that are alike.
+_fp8_input_major = functools.lru_cache(maxsize=256)(Fp8InputMajor)
+_fp4_tiles = functools.lru_cache(maxsize=256)(Fp4Tiles)
+_mx_scale_order = functools.lru_cache(maxsize=256)(MxScaleOrder)
 
 
 class DeviceLayout:
@@ -119,13 +117,13 @@ class DeviceLayout:
         match tensor.dtype:
             case "F8_E4M3":
                 _require_multiples(tensor.name, n, k, MX_GROUP, MX_GROUP * SCALE_PAIR)
-                return Fp8InputMajor(n, k)
+                return _fp8_input_major(n, k)
             case "I8":
                 _require_multiples(tensor.name, n, k, FP4_TILE, FP4_TILE)
-                return Fp4Tiles(n, k)
+                return _fp4_tiles(n, k)
             case _:
                 _require_multiples(tensor.name, n, k, SCALE_COLUMNS, MX_GROUP * SCALE_PAIR)
-                return MxScaleOrder(tensor.name, n, k // MX_GROUP, tensor.rule.item_extents[0])
+                return _mx_scale_order(n, k // MX_GROUP, tensor.rule.item_extents[0])
 
 
 def _require_multiples(name: str, n: int, k: int, n_multiple: int, k_multiple: int) -> None:

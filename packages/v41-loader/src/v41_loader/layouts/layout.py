@@ -34,12 +34,8 @@ class Transform(Protocol):
     def apply(self, block: Bytes) -> Bytes:
         """The bytes that stand for a block of rows `[rows, bytes of a row]`, in memory of their own."""
 
-    def inverse(self, block: Bytes) -> Bytes:
-        """The block of rows that `apply` makes these bytes of.
-
-        Raises:
-            WeightLayoutError: `apply` never makes these bytes.
-        """
+    def inverse(self, block: Bytes) -> Bytes | None:
+        """The block of rows that `apply` makes these bytes of; None where it never makes them."""
 
 
 class Layout(Protocol):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from v41_loader.digests import DigestAlgorithm
 from v41_loader.errors import CheckpointNotFoundError, ManifestError
@@ -17,7 +18,7 @@ MANIFEST_VERSION: Literal[1] = 1
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32,64}$")]
+HexDigest = Annotated[str, Strict(), Field(pattern=r"^[0-9a-f]{32,64}$")]
 
 
 class _Strict(BaseModel):
@@ -57,15 +58,17 @@ class ShardSettings(_Strict):
         return {field: value for field, value in mine.items() if theirs[field] != value}
 
 
-class PartDigests(_Strict):
-    """Digests of the parts of one tensor in their order; None for a part that no rank here holds.
+@pydantic_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=False))
+class PartDigests:
+    """Digests of the parts of one tensor in their order; None for a part that no rank here holds. A run holds one for
+    each of 96,085 tensors, so it is no `BaseModel`, which takes ten times the memory.
 
     `source` is of the bytes in the checkpoint, `stored` of those in the rank files where a layout transforms them;
     elsewhere the two are the same, and `stored` is absent.
     """
 
-    source: tuple[HexDigest | None, ...] = Field(strict=False)
-    stored: tuple[HexDigest | None, ...] | None = Field(default=None, strict=False)
+    source: tuple[HexDigest | None, ...]
+    stored: tuple[HexDigest | None, ...] | None = None
 
     @property
     def in_rank_files(self) -> tuple[HexDigest | None, ...]:

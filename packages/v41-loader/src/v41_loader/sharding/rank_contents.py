@@ -160,7 +160,7 @@ def stored_parts(
     shared = tensor_parts(tensor, config, layout)
     held = []
     for number, part in enumerate(shared):
-        holders = tuple(rank for rank in part.ranks if rank in ranks)
+        holders = part.ranks if ranks >= set(part.ranks) else tuple(rank for rank in part.ranks if rank in ranks)
         if holders:
             held.append(_stored(tensor, number, part.part, holders, weight_layout))
     return len(shared), tuple(held)

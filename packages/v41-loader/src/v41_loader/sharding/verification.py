@@ -10,7 +10,7 @@ from pathlib import Path
 
 from v41_loader.bounded_jobs import Job, run_jobs, thread_count
 from v41_loader.digests import new_digest
-from v41_loader.errors import DigestMismatchError, ManifestError, MissingRankError
+from v41_loader.errors import DigestMismatchError, ManifestError, MissingRankError, WeightLayoutError
 from v41_loader.finite_codes import require_finite
 from v41_loader.inventory import CONFIG_FILE, GroupTotal, Inventory, skipped_groups
 from v41_loader.rules import DTYPE_BYTES
@@ -76,6 +76,7 @@ def verify_shards(
         ShardCoverageError: the parts of a tensor are not the tensor.
         ScalePairingError: a scale is not with its weight.
         DigestMismatchError: bytes of a rank file or of the source are not those that were sharded.
+        WeightLayoutError: bytes of a rank file are none that the byte layout makes.
         ScaleNanError, NonFiniteWeightError: a scale or another stored number is infinite or NaN.
         SourceChangedError, FileReadError: a file cannot be read as it was checked.
     """
@@ -160,7 +161,11 @@ class _Verification:
             first, count = (nbytes // DTYPE_BYTES[entry.dtype] for nbytes in (begin - entry.begin, block.nbytes))
             require_finite(block, entry.dtype, name, file.name, (count,), (first,))
             if transform is not None:
-                original.update(transform.inverse(block).reshape(-1).data)
+                released = transform.inverse(block)
+                if released is None:
+                    expected = f"bytes of the {self.shards.manifest.settings.weight_layout.name} layout"
+                    raise WeightLayoutError(f"{name} in {file.name}", "other ones", expected)
+                original.update(released.reshape(-1).data)
         require_unchanged(fd, file)
         stated = self.shards.manifest.tensors[name]
         self._require_digest(f"{name} in {file.name}", stored.hexdigest(), stated.in_rank_files[part.number])
