@@ -1,6 +1,7 @@
 """Speed of reading a rank's part of a checkpoint, against `preadv` of the same bytes and against the library's slices.
 
-Every side reads the same ranges of the same warm files into fresh memory and keeps all of it, in turn, in one process.
+Every side reads the same ranges of the same files, warm and cold, into fresh memory and keeps all of it, in turn, in
+one process. fastsafetensors, which reads whole files, takes part where it is installed.
 
     python bench_read.py [--checkpoint DIR] [--tp 4] [--dp 2] [--rank 5] [--repeat N]
 
@@ -19,10 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from baselines import fast_safetensors
+from baselines.page_cache import make_cold, make_warm
 from safetensors import safe_open
 
 from v41_config import FLASH6, ModelConfig, ParallelLayout
-from v41_loader import Checkpoint, RankPart, open_checkpoint, rank_part, rank_tensors, synthesize_checkpoint
+from v41_loader import Checkpoint, RankPart, load_rank, open_checkpoint, rank_part, rank_tensors, synthesize_checkpoint
 from v41_loader.finite_codes import require_finite
 
 Parts = dict[str, RankPart]
@@ -74,6 +77,16 @@ def read_with_library(checkpoint: Checkpoint, parts: Parts) -> dict[str, torch.T
     return held
 
 
+def read_with_fast_library(checkpoint: Checkpoint, parts: Parts) -> dict[str, torch.Tensor]:
+    with fast_safetensors.loaded_files(source.path for source in checkpoint.inventory.files.values()) as files:
+        held = {}
+        for name, part in parts.items():
+            tensor = files.get_tensor(name)
+            cut = tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
+            held[name] = cut.clone(memory_format=torch.contiguous_format)
+        return held
+
+
 def look_for_non_finite(checkpoint: Checkpoint, held: dict[str, torch.Tensor]) -> None:
     """The look at every number that `rank_tensors` includes, alone."""
     for name, tensor in held.items():
@@ -101,18 +114,24 @@ def measure(directory: Path, layout: ParallelLayout, rank: int, repeat: int) -> 
         sides: dict[str, Callable[[], object]] = {
             "preadv of as many bytes": lambda: read_with_preadv(checkpoint, parts),
             "v41-loader rank_tensors": lambda: rank_tensors(checkpoint, layout, rank),
+            "v41-loader load_rank, 1 thread": lambda: dict(load_rank(checkpoint, layout, rank, threads=1)),
             "the look for NaN in it": lambda: look_for_non_finite(checkpoint, ours),
             "safetensors get_slice": lambda: read_with_library(checkpoint, parts),
         }
-        times = {side: float("inf") for side in sides}
-        for _ in range(repeat):
-            for side, call in sides.items():
-                times[side] = min(times[side], seconds(call))
-    floor = times["preadv of as many bytes"]
-    print(f"rank {rank} of tp={layout.tp}, dp={layout.dp}: {nbytes / 1e9:.2f} GB, warm, best of {repeat}")
-    print(f"{'':<26}{'GB/s':>8}{'of preadv':>12}")
-    for side, elapsed in times.items():
-        print(f"{side:<26}{nbytes / elapsed / 1e9:>8.2f}{floor / elapsed:>12.2f}")
+        if fast_safetensors.is_installed():
+            sides["fastsafetensors"] = lambda: read_with_fast_library(checkpoint, parts)
+        paths = [source.path for source in checkpoint.inventory.files.values()]
+        for state, prepare in (("warm", make_warm), ("cold", make_cold)):
+            times = {side: float("inf") for side in sides}
+            for _ in range(repeat):
+                for side, call in sides.items():
+                    prepare(paths)
+                    times[side] = min(times[side], seconds(call))
+            floor = times["preadv of as many bytes"]
+            print(f"rank {rank} of tp={layout.tp}, dp={layout.dp}: {nbytes / 1e9:.2f} GB, {state}, best of {repeat}")
+            print(f"{'':<32}{'GB/s':>8}{'of preadv':>12}")
+            for side, elapsed in times.items():
+                print(f"{side:<32}{nbytes / elapsed / 1e9:>8.2f}{floor / elapsed:>12.2f}")
 
 
 def main() -> None:
