@@ -1,4 +1,4 @@
-"""A layer's weights from the table of weights: random bytes in the checkpoint's formats, sized to keep numbers near 1."""
+"""A layer's weights from the table of weights: random bytes in the checkpoint's formats, with numbers near 1."""
 
 from __future__ import annotations
 

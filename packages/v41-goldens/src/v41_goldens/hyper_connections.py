@@ -89,12 +89,19 @@ def _sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
     Column sums come last, so only they are tight; `iterations` counts both kinds, softmax being the first row pass.
     """
+    if not len(logits):
+        return logits
     # Tokens innermost: sums over a stream index then run over whole vectors.
     c = logits.permute(1, 2, 0).contiguous()
     c = exact.exp(c - c.amax(1, keepdim=True))
-    c.div_(exact.total(c, 1, keepdim=True)).add_(eps)
-    c.div_(exact.total(c, 0, keepdim=True).add_(eps))
+    c.div_(_positive_total(c, 1)).add_(eps)
+    c.div_(_positive_total(c, 0).add_(eps))
     for _ in range(iterations - 1):
-        c.div_(exact.total(c, 1, keepdim=True).add_(eps))
-        c.div_(exact.total(c, 0, keepdim=True).add_(eps))
+        c.div_(_positive_total(c, 1).add_(eps))
+        c.div_(_positive_total(c, 0).add_(eps))
     return c.permute(2, 0, 1).contiguous()
+
+
+def _positive_total(c: Tensor, dim: int) -> Tensor:
+    """`exact.total` (E3) of terms none of which is negative or -0, so that no sum is -0 either."""
+    return c.sum(dim, keepdim=True, dtype=torch.float64).to(torch.float32)

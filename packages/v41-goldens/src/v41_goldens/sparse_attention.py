@@ -40,6 +40,8 @@ def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: 
     scale_fp32 = torch.tensor(scale, dtype=torch.float32, device=q.device)
     for start in range(0, valid.shape[1], CHUNK):
         kv_chunk, valid_chunk = kv[:, start : start + CHUNK], valid[:, start : start + CHUNK]
+        if not valid_chunk.any():
+            continue  # it would multiply by 1 and add +0, which changes no bit: an accumulator is never -0
         live = valid_chunk.unsqueeze(1)
         values = torch.where(valid_chunk.unsqueeze(-1), kv_chunk, torch.zeros_like(kv_chunk))
         scores = torch.where(live, dot(q, values) * scale_fp32, -torch.inf)
