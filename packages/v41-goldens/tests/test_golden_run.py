@@ -52,6 +52,23 @@ def test_one_process(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert f"PASS {name}: " in passes(capsys, name, "--tokens", "9", "--requests", "3")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rms_norm", "--tokens", "0"],
+        ["decode_c2a_full", "--tokens", "0"],
+        ["forward", "--tokens", "1", "--requests", "1"],
+        ["decode_c1a_full", "--tp", "4", "--tokens", "3", "--epochs", "1"],
+        ["prefill_c1a_reindex", "--tp", "2", "--dp-tokens", "0,5", "--requests", "2", "--epochs", "1"],
+        ["moe", "--tp", "2", "--dp-tokens", "0,5", "--requests", "2", "--epochs", "1"],
+    ],
+    ids=" ".join,
+)
+def test_few_tokens(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    """None at all, fewer than ranks, an idle DP group."""
+    passes(capsys, *arguments)
+
+
 def test_list_names_every_golden(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]

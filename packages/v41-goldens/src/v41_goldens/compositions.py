@@ -121,7 +121,7 @@ def _validate_forward(case: FixtureCase) -> GoldenRun:
     """Every layer: prompts in chunks with a decode step behind them, against each request alone in one step."""
     config = case.config
     weights, random = random_model(config, case.seed), RandomTensors(case.seed)
-    length = max(1, case.active(0) // case.requests) + 2
+    length = max(2, case.active(0) // case.requests) + 2  # three chunks, the last of one token
     prompts = [
         random.integers(f"prompt {r}", 0, config.vocab_size, (length + r,)).tolist() for r in range(case.requests)
     ]
