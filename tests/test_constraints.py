@@ -13,6 +13,7 @@ ROOTS = [
     *(path.parent.name for path in WORKSPACE.glob("packages/*/pyproject.toml")),
     "pytest",
     "hypothesis",
+    "ml-dtypes",
     "mypy",
     "tokenizers",
 ]

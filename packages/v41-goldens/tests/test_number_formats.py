@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from v41_goldens.number_formats import (
     e8m0_decode,
     pow2_ceil_e8m0,
 )
+from v41_goldens.quantisers import Quantized, dequantize_compressed_kv
 
 NearestEven = Callable[[Fraction, Sequence[Fraction]], int]
 ALL_BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
@@ -167,6 +169,75 @@ def test_empty_tensors() -> None:
     assert e4m3_decode(torch.empty(0, 32, dtype=torch.uint8)).shape == (0, 32)
     assert e2m1_decode(torch.empty(0, 16, dtype=torch.uint8)).shape == (0, 32)
     assert e2m1_encode(torch.empty(0, 32)).shape == (0, 16)
+
+
+# Against ml_dtypes, an implementation of the formats that shares nothing with this one
+
+
+def bits_of(values: Tensor) -> list[int]:
+    """FP32 bits, every NaN as one."""
+    return torch.where(values.isnan(), torch.nan, values).view(torch.int32).tolist()
+
+
+def in_ml_dtypes(codes: Tensor, name: str) -> Tensor:
+    """FP32 values of byte codes."""
+    return torch.from_numpy(codes.numpy().view(getattr(ml_dtypes, name)).astype(np.float32))
+
+
+def test_every_code_means_the_same_in_ml_dtypes() -> None:
+    assert bits_of(e4m3_decode(ALL_BYTES)) == bits_of(in_ml_dtypes(ALL_BYTES, "float8_e4m3fn"))
+    assert bits_of(e8m0_decode(ALL_BYTES)) == bits_of(in_ml_dtypes(ALL_BYTES, "float8_e8m0fnu"))
+    nibble = torch.stack((ALL_BYTES & 0xF, ALL_BYTES >> 4), dim=-1)
+    assert bits_of(e2m1_decode(ALL_BYTES.unsqueeze(-1))) == bits_of(in_ml_dtypes(nibble, "float4_e2m1fn"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_pair_of_bytes_is_looked_up_right(dtype: torch.dtype) -> None:
+    """All 65,536 entries of the table, from any place in memory: at an odd one, in odd numbers, in a column."""
+    pair = torch.arange(1 << 16)
+    packed = torch.stack((pair & 0xFF, pair >> 8), dim=-1).to(torch.uint8)
+    nibble = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
+    expected = in_ml_dtypes(nibble, "float4_e2m1fn").to(dtype)
+    assert_equal_bits(e2m1_decode(packed, dtype), expected, "pairs")
+    flat = torch.cat([torch.zeros(1, dtype=torch.uint8), packed.flatten()])
+    assert_equal_bits(e2m1_decode(flat[1:], dtype), expected.flatten(), "odd place")
+    assert_equal_bits(e2m1_decode(flat[1:-1], dtype), expected.flatten()[:-2], "odd number")
+    assert_equal_bits(e2m1_decode(packed.T, dtype)[1], expected[:, 2:].flatten(), "column")
+
+
+def test_every_product_of_a_pair_and_a_scale_is_that_of_ml_dtypes() -> None:
+    """All 65,536 products of an FP4 pair and an E4M3 scale of the compressed KV, exact in BF16."""
+    packed, scale = (codes.flatten() for codes in torch.meshgrid(ALL_BYTES, ALL_BYTES, indexing="ij"))
+    rows = packed.unsqueeze(-1).repeat(1, 8)
+    found = dequantize_compressed_kv(Quantized(rows, scale.unsqueeze(-1).view(torch.float8_e4m3fn)))
+    nibble = torch.stack((packed & 0xF, packed >> 4), dim=-1)
+    expected = in_ml_dtypes(nibble, "float4_e2m1fn").double() * in_ml_dtypes(scale, "float8_e4m3fn").double()[:, None]
+    assert bits_of(found.float()) == bits_of(expected.float().repeat(1, 8))
+    assert torch.equal(found.double().nan_to_num(), expected.repeat(1, 8).nan_to_num()), "no rounding"
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(finite_fp32, st.floats(-600, 600, width=32)), min_size=2, max_size=64))
+def test_encoding_rounds_as_ml_dtypes(values: list[float]) -> None:
+    """ml_dtypes does not saturate, so both get what is in range."""
+    x = torch.tensor(values[: len(values) // 2 * 2], dtype=torch.float32)
+    fp8, fp4 = (x.clamp(-largest, largest).numpy() for largest in (448, 6))
+    assert e4m3_encode(x).view(torch.uint8).tolist() == fp8.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).tolist()
+    assert nibbles(e2m1_encode(x)) == fp4.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).tolist()
+
+
+def test_codes_around_every_value_and_midpoint_are_those_of_ml_dtypes(
+    e4m3_grid: list[Fraction], e2m1_grid: list[Fraction]
+) -> None:
+    """Signed zeros, subnormals, ties, +-448 and +-6, each with its neighbours."""
+    for grid, encode, name in (
+        (e4m3_grid, lambda x: e4m3_encode(x).view(torch.uint8).tolist(), "float8_e4m3fn"),
+        (e2m1_grid, lambda x: nibbles(e2m1_encode(x)), "float4_e2m1fn"),
+    ):
+        x = around_midpoints(grid)
+        largest = float(grid[-1])
+        expected = x.clamp(-largest, largest).numpy().astype(getattr(ml_dtypes, name)).view(np.uint8)
+        assert encode(x) == expected.tolist()
 
 
 def test_ties_toward_zero_would_be_noticed(e2m1_grid: list[Fraction], nearest_even: NearestEven) -> None:

@@ -121,6 +121,21 @@ def test_scales_beside_a_power_of_two(
     check_row(row, e4m3_grid, e2m1_grid, nearest_even)
 
 
+@pytest.mark.parametrize(("quantize", "top"), [(quantize_activation, 448.0), (quantize_index, 6.0)])
+def test_every_scale_doubles_one_ulp_above_its_largest_amax(
+    quantize: Callable[[Tensor], Quantized], top: float
+) -> None:
+    """`top * 2^k` still has the scale 2^k, for every k above the floor; the next BF16 number has 2^(k+1)."""
+    k = torch.arange(-20 if quantize is quantize_activation else -126, 119)
+    on = (top * 2.0 ** k.double()).bfloat16().view(torch.int16)
+    rows = (on.unsqueeze(-1) + torch.tensor([-1, 0, 1], dtype=torch.int16)).view(torch.bfloat16)
+    x = torch.zeros(*rows.shape, 32, dtype=torch.bfloat16)
+    x[..., 7] = -rows
+    codes = quantize(x).scale.view(torch.uint8).squeeze(-1).int()
+    assert codes[1:].tolist() == (k.unsqueeze(-1) + torch.tensor([127, 127, 128]))[1:].tolist()
+    assert codes[0, 1:].tolist() == [127 + int(k[0]), 128 + int(k[0])]
+
+
 @pytest.mark.parametrize(("quantize", "dequantize"), QUANTISERS)
 def test_dequantize_is_code_times_scale_exactly(
     quantize: Callable[[Tensor], Quantized], dequantize: Callable[[Quantized], Tensor]
