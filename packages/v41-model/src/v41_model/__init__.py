@@ -24,6 +24,9 @@ from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch
 from v41_model.step_limits import StepLimits
 from v41_model.swap import Swap
+from v41_model.torch_distributed_world import TorchDistributedWorld
+from v41_model.wiring import Wiring
+from v41_model.world import World
 
 __all__ = [
     "CacheBudget",
@@ -55,6 +58,9 @@ __all__ = [
     "Swap",
     "TextError",
     "TokenCommunicator",
+    "TorchDistributedWorld",
+    "Wiring",
+    "World",
     "WorldError",
     "admit",
     "advance",
