@@ -56,6 +56,8 @@ def new_engine() -> ReferenceEngine:
 def test_each_mode_writes_its_own_rows_and_no_others(make_layer: MakeLayer, mode: AttentionMode) -> None:
     """Over NaN-filled caches, in three steps with an idle request, an open pair and a chunk longer than the ring."""
     engine, layer = new_engine(), MODE_LAYERS[mode]
+    if layer.candidate_source is not None:  # scores of keys that its source would have published
+        engine.caches.index_key[layer.candidate_source].scale.view(torch.uint8).fill_(120)
     for lengths in ((5, 0, 131), (1, 1, 0), (3, 7, 2)):
         before = storage_snapshot(engine.caches)
         ctx = step(engine, make_layer, layer, lengths)
