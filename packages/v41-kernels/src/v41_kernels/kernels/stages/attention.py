@@ -24,18 +24,20 @@ def begin(maximum: Any, denominator: Any, accumulator: Any, H: int, width: int) 
 
 def attend_chunk(
     q: Any, rows: Any, live: Any, maximum: Any, denominator: Any, accumulator: Any,
-    H: int, count: int, width: int, scale: float,
+    H: int, count: int, width: int, scale: float, entries: Any = None,
 ) -> None:  # fmt: skip
     """Takes `count` BF16 rows `[count, width]` into the state; `live` FP32 `[1, count]` is 0 where one is not to count.
 
-    Rows that do not count are replaced by zeros, since their bytes may decode to NaN.
+    In a ragged tile the first `entries` rows are valid. Rows that do not count are replaced by zeros, since their bytes may decode to NaN.
     """
     pypto.set_vec_tile_shapes(count, min(width, 128))
-    live_rows = pypto.expand_clone(pypto.reshape(live, [count, 1]), [count, width])
+    entries = count if entries is None else entries
+    column = pypto.reshape(live, [count, 1], valid_shape=[entries, 1])
+    live_rows = pypto.expand_clone(column, [count, width], valid_shape=[entries, width])
     values = pypto.where(pypto.gt(live_rows, 0.5), rows, 0.0)
     scores = product(q, values)
     pypto.set_vec_tile_shapes(H, count)
-    scores = pypto.where(pypto.gt(pypto.expand_clone(live, [H, count]), 0.5), scores * scale, _MASKED)
+    scores = pypto.where(pypto.gt(pypto.expand_clone(live, [H, count], valid_shape=[H, entries]), 0.5), scores * scale, _MASKED)
     newest = pypto.maximum(maximum, pypto.amax(scores, -1, keepdim=True))
     decay = pypto.exp(maximum - newest)
     p = pypto.exp(scores - newest)

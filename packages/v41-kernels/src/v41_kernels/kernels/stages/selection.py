@@ -35,7 +35,7 @@ def taken(scores: Any, last: Any, room: Any, seen: Any, C: int) -> tuple[Any, An
 
     An entry of -inf is never taken.
     """
-    pypto.set_vec_tile_shapes(1, C)
+    pypto.set_vec_tile_shapes(1, tile_columns(C, C + 16))
     equal = pypto.where(pypto.eq(scores, last), 1.0, 0.0)
     rank = pypto.cumsum(equal, -1) + seen
     fits = pypto.where(pypto.le(rank, room), equal, 0.0)
