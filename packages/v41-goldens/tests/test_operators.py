@@ -288,6 +288,23 @@ def test_arguments_of_another_contract_are_refused() -> None:
         golden("decode_swa").run_ranks(two.bounds, [two.arguments[0], two.arguments[1] | {"num_tokens": 4}])
 
 
+def test_tensors_that_cannot_be_used_are_refused() -> None:
+    fixture = operator_fixture("publish_window_kv", CASE)
+    given = copied(fixture)[0]
+    cache, rows = given["window_kv"], given["kv"]
+    assert isinstance(cache, Tensor)
+    assert isinstance(rows, Tensor)
+    strided = cache.view(torch.uint8).repeat_interleave(2, dim=-1)[..., ::2].view(torch.uint8)
+    publish = golden("publish_window_kv")
+    with pytest.raises(OperandError, match="publish_window_kv window_kv: expected contiguous storage"):
+        publish.run(fixture.bounds[0], given | {"window_kv": strided.view(cache.dtype)})
+    with pytest.raises(OperandError, match="publish_window_kv slots: expected a torch tensor, found 'ndarray'"):
+        publish.run(fixture.bounds[0], given | {"slots": given["slots"].numpy()})  # type: ignore[attr-defined]
+    with pytest.raises(OperandError, match=r"publish_window_kv: expected tensors of one device, found .*cpu.*meta"):
+        publish.run(fixture.bounds[0], given | {"kv": rows.to("meta")})
+    publish.run(fixture.bounds[0], given | {"kv": rows.repeat_interleave(2, dim=1)[:, ::2]})
+
+
 def test_constants_of_a_call_replace_the_models() -> None:
     fixture = operator_fixture("rms_norm", CASE)
     given = copied(fixture)[0]

@@ -98,6 +98,7 @@ class Golden:
             if bound.layout != bounds[0].layout or bound.config != bounds[0].config:
                 raise OperandError(self.name, "different layouts or models", "ranks of one layout and one model")
             bound.check(given)
+            _check_tensors(bound, given)
         chosen = selections if selections is not None else [None] * len(bounds)
         calls = [Call.of(*call) for call in zip(bounds, arguments, ranks, chosen, strict=True)]
         size = {Ranks.ONE: 1, Ranks.TP_GROUP: bounds[0].layout.tp, Ranks.WORLD: len(calls)}[self.ranks]
@@ -122,6 +123,20 @@ class Golden:
             if len(shapes) > 1:
                 raise OperandError(self.name, sorted({call.active or 0 for call in group}),
                                    "one active count and equal extents in a TP group")  # fmt: skip
+
+
+def _check_tensors(bound: BoundOperator, arguments: Mapping[str, object]) -> None:
+    """What the contract leaves open: Torch tensors of one device, and caches that can be written by rows of bytes."""
+    devices = set()
+    for tensor in bound.spec.tensors:
+        where, value = f"{bound.spec.name} {tensor.name}", arguments[tensor.name]
+        if not isinstance(value, Tensor):
+            raise OperandError(where, type(value).__name__, "a torch tensor")
+        devices.add(value.device)
+        if tensor.direction == "inout" and not value.is_contiguous():
+            raise OperandError(where, f"strides {value.stride()}", "contiguous storage, which is updated in place")
+    if len(devices) > 1:
+        raise OperandError(bound.spec.name, sorted(map(str, devices)), "tensors of one device")
 
 
 def _write(call: Call, arguments: Mapping[str, object], results: Results, idle: bool) -> None:
