@@ -1,67 +1,39 @@
 """Calls of the operators table in the terms of the ABI: operands by the contract's names.
 
-Each function here has the signature of the golden that it stands for and gives the contract's operands and scalars;
-what a golden returns are the contract's ``out`` tensors in their order. :data:`CALLS` is the list of operators that
-can be exchanged.
+Each function here has the signature of the golden that it stands for and gives the contract's operands; what a golden
+returns are the contract's ``out`` tensors in their order. :data:`CALLS` is the list of operators that can be exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from v41_config import ModelConfig, OperatorSpec, find_operator
+from v41_config import ModelConfig
 from v41_goldens.compressor import CompressorRows
 from v41_goldens.paged_cache import RowCache
 from v41_goldens.weights import (
     AttentionWeights,
     CompressorWeights,
     ExpertWeights,
-    Fp4Weight,
-    Fp8Weight,
     HyperConnectionWeights,
     IndexerWeights,
     IndexKeyWeights,
 )
+from v41_model.attention_calls import ATTENTION_CALLS
+from v41_model.operator_call import Arguments, OperatorCalls, packed_weight, rope_rows
 
-__all__ = ["CALLS", "OperatorCalls"]
-
-Arguments = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class OperatorCalls:
-    """``operator`` is the ABI's name, ``entry`` the operators table's, ``arguments`` gives operands and scalars."""
-
-    operator: str
-    entry: str
-    arguments: Callable[..., Arguments]
-
-    @property
-    def spec(self) -> OperatorSpec:
-        """The operator's contract."""
-        return find_operator(self.operator)
-
-
-def _weight(name: str, weight: Fp8Weight | Fp4Weight) -> Arguments:
-    codes = weight.codes if isinstance(weight, Fp8Weight) else weight.packed
-    return {name: codes, f"{name}_scale": weight.scale}
-
-
-def _rope(cos: Tensor, sin: Tensor, prefix: str = "") -> Arguments:
-    return {f"{prefix}rope_cos": cos, f"{prefix}rope_sin": sin}
+__all__ = ["CALLS"]
 
 
 def _materialize_rope_rows(cos: Tensor, sin: Tensor, position_ids: Tensor, num_tokens: int) -> Arguments:
     return {"freqs_cos": cos, "freqs_sin": sin, "position_ids": position_ids, "num_tokens": num_tokens}
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Arguments:
-    return {"x": x, "weight": weight, "eps": eps}
+def _rms_norm(x: Tensor, weight: Tensor, _: float) -> Arguments:
+    return {"x": x, "weight": weight}
 
 
 def _fp32_linear(x: Tensor, w: Tensor) -> Arguments:
@@ -72,10 +44,8 @@ def _lm_head(normed: Tensor, head: Tensor) -> Arguments:
     return {"normed": normed, "head_weight": head}
 
 
-def _mhc_mixes(x_hc: Tensor, weights: HyperConnectionWeights, config: ModelConfig) -> Arguments:
-    operands = {"x_hc": x_hc, "fn": weights.fn, "base": weights.base, "scale": weights.scale}
-    scalars = {"eps": config.rms_norm_eps, "hc_eps": config.hc_eps, "hc_sinkhorn_iters": config.hc_sinkhorn_iters}
-    return {**operands, **scalars}
+def _mhc_mixes(x_hc: Tensor, weights: HyperConnectionWeights, _: ModelConfig) -> Arguments:
+    return {"x_hc": x_hc, "fn": weights.fn, "base": weights.base, "scale": weights.scale}
 
 
 def _mhc_pre(x_hc: Tensor, pre_mix: Tensor) -> Arguments:
@@ -86,35 +56,34 @@ def _mhc_post(y: Tensor, x_hc: Tensor, post: Tensor, comb: Tensor) -> Arguments:
     return {"y": y, "x_hc": x_hc, "post": post, "comb": comb}
 
 
-def _q_proj_qr(x: Tensor, weights: AttentionWeights, config: ModelConfig) -> Arguments:
-    return {"x": x, **_weight("wq_a", weights.wq_a), "q_norm": weights.q_norm, "eps": config.rms_norm_eps}
+def _q_proj_qr(x: Tensor, weights: AttentionWeights, _: ModelConfig) -> Arguments:
+    return {"x": x, **packed_weight("wq_a", weights.wq_a), "q_norm": weights.q_norm}
 
 
 def _q_proj_rope(qr: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, _: ModelConfig) -> Arguments:
-    return {"qr": qr, **_weight("wq_b", weights.wq_b), **_rope(cos, sin)}
+    return {"qr": qr, **packed_weight("wq_b", weights.wq_b), **rope_rows(cos, sin)}
 
 
-def _kv_proj_rope(x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, config: ModelConfig) -> Arguments:
-    operands = {"x": x, **_weight("wkv", weights.wkv), "kv_norm": weights.kv_norm, **_rope(cos, sin)}
-    return {**operands, "eps": config.rms_norm_eps}
+def _kv_proj_rope(x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, _: ModelConfig) -> Arguments:
+    return {"x": x, **packed_weight("wkv", weights.wkv), "kv_norm": weights.kv_norm, **rope_rows(cos, sin)}
 
 
-def _compressor(weights: CompressorWeights, config: ModelConfig) -> Arguments:
+def _compressor(weights: CompressorWeights) -> Arguments:
     operands = {"compressor_wkv": weights.wkv, "compressor_norm": weights.norm}
     gate = {} if weights.wgate is None else {"compressor_wgate": weights.wgate}
-    return {**operands, **gate, "eps": config.rms_norm_eps}
+    return {**operands, **gate}
 
 
-def _compress_ratio_1(x: Tensor, weights: CompressorWeights, config: ModelConfig) -> Arguments:
-    return {"x": x, **_compressor(weights, config)}
+def _compress_ratio_1(x: Tensor, weights: CompressorWeights, _: ModelConfig) -> Arguments:
+    return {"x": x, **_compressor(weights)}
 
 
 def _compress_ratio_2(
-    x: Tensor, weights: CompressorWeights, rows: CompressorRows, state: Tensor, config: ModelConfig
+    x: Tensor, weights: CompressorWeights, rows: CompressorRows, state: Tensor, _: ModelConfig
 ) -> Arguments:
     return {
         "x": x,
-        **_compressor(weights, config),
+        **_compressor(weights),
         "query_start_loc": rows.starts.int(),
         "position_ids": rows.position.int(),
         "token_to_req_indices": rows.request.int(),
@@ -124,9 +93,9 @@ def _compress_ratio_2(
     }
 
 
-def _index_keys(latent: Tensor, weights: IndexKeyWeights, cos: Tensor, sin: Tensor, config: ModelConfig) -> Arguments:
+def _index_keys(latent: Tensor, weights: IndexKeyWeights, cos: Tensor, sin: Tensor, _: ModelConfig) -> Arguments:
     operands = {"latent": latent, "index_wk": weights.wk, "index_k_norm": weights.k_norm}
-    return {**operands, **_rope(cos, sin, "compressed_"), "eps": config.rms_norm_eps}
+    return {**operands, **rope_rows(cos, sin, "compressed_")}
 
 
 def _published(rows: str, pool: str) -> Callable[..., Arguments]:
@@ -139,8 +108,8 @@ def _published(rows: str, pool: str) -> Callable[..., Arguments]:
 def _index_queries(
     qr: Tensor, x: Tensor, weights: IndexerWeights, cos: Tensor, sin: Tensor, _: ModelConfig
 ) -> Arguments:
-    projections = {**_weight("index_wq_b", weights.wq_b), "index_weights_proj": weights.weights_proj}
-    return {"qr": qr, "x": x, **projections, **_rope(cos, sin)}
+    projections = {**packed_weight("index_wq_b", weights.wq_b), "index_weights_proj": weights.weights_proj}
+    return {"qr": qr, "x": x, **projections, **rope_rows(cos, sin)}
 
 
 def _candidate_blocks(scores: Tensor, visible: Tensor, config: ModelConfig) -> Arguments:
@@ -156,16 +125,15 @@ def _sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, _: flo
 
 
 def _grouped_output(o: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, _: ModelConfig) -> Arguments:
-    return {"o": o, **_weight("wo_a", weights.wo_a), **_rope(cos, sin)}
+    return {"o": o, **packed_weight("wo_a", weights.wo_a), **rope_rows(cos, sin)}
 
 
 def _o_proj(u: Tensor, weights: AttentionWeights, _config: ModelConfig, _parts: int = 1) -> Arguments:
-    return {"u": u, **_weight("wo_b", weights.wo_b)}
+    return {"u": u, **packed_weight("wo_b", weights.wo_b)}
 
 
-def _gate(x: Tensor, weight: Tensor, bias: Tensor, config: ModelConfig) -> Arguments:
-    scalars = {"routed_scaling_factor": config.routed_scaling_factor}
-    return {"x": x, "gate_weight": weight, "gate_bias": bias, **scalars}
+def _gate(x: Tensor, weight: Tensor, bias: Tensor, _: ModelConfig) -> Arguments:
+    return {"x": x, "gate_weight": weight, "gate_bias": bias}
 
 
 def _routed_experts(
@@ -178,17 +146,17 @@ def _routed_experts(
     operands: Arguments = {"rows": rows, "row_route_weights": route_weights}
     operands["row_expert_ids"] = torch.where(ids >= 0, local[ids.clamp(min=0).long()], -1)
     for name in ("w1", "w3", "w2"):
-        parts = [_weight(name, getattr(experts[expert], name)) for expert in held]
+        parts = [packed_weight(name, getattr(experts[expert], name)) for expert in held]
         for key in (name, f"{name}_scale"):
             stacked = torch.stack([part[key].view(torch.uint8) for part in parts])
             operands[key] = stacked.view(parts[0][key].dtype)
-    return {**operands, "swiglu_limit": config.swiglu_limit}
+    return operands
 
 
-def _shared_expert(x: Tensor, weights: ExpertWeights, config: ModelConfig) -> Arguments:
-    operands: Arguments = {"x": x, "swiglu_limit": config.swiglu_limit}
+def _shared_expert(x: Tensor, weights: ExpertWeights, _: ModelConfig) -> Arguments:
+    operands: Arguments = {"x": x}
     for name in ("w1", "w3", "w2"):
-        operands |= _weight(f"shared_{name}", getattr(weights, name))
+        operands |= packed_weight(f"shared_{name}", getattr(weights, name))
     return operands
 
 
@@ -226,5 +194,6 @@ _OWN_NAMES: dict[str, Callable[..., Arguments]] = {
 CALLS: dict[str, OperatorCalls] = {
     **{name: OperatorCalls(name, name, arguments) for name, arguments in _OWN_NAMES.items()},
     "lm_head": OperatorCalls("lm_head", "fp32_linear", _lm_head),
+    **ATTENTION_CALLS,
 }
 """By the ABI's name."""

@@ -8,7 +8,8 @@ says which comes first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from v41_config import OperatorError, OperatorSpec
+from v41_config import ConstantSpec, ModelConfig, OperatorSpec
+from v41_goldens.forward_context import ForwardContext
 from v41_model.errors import ProviderError
-from v41_model.operator_calls import CALLS, OperatorCalls
+from v41_model.operator_call import OperatorCalls
+from v41_model.operator_calls import CALLS
 from v41_model.operator_provider import OperatorProvider, find_provider
 from v41_model.operators import Operators
 from v41_model.swap_report import SwapReport
@@ -27,7 +30,7 @@ from v41_model.world import World
 __all__ = ["Swap", "parse_swaps"]
 
 EVERY = "all"
-"""Instead of a list of operators: all that the provider has and the model can exchange."""
+"""Instead of a list of operators: all that the provider has and the model can exchange, but whole attention modes."""
 
 
 def parse_swaps(texts: Sequence[str]) -> dict[str, str]:
@@ -63,10 +66,14 @@ class Swap:
     """
 
     def __init__(
-        self, providers: Mapping[str, OperatorProvider], world: World, operators: Operators | None = None
+        self,
+        providers: Mapping[str, OperatorProvider],
+        config: ModelConfig,
+        world: World,
+        operators: Operators | None = None,
     ) -> None:
         self.report = SwapReport()
-        self._world = world
+        self._config, self._world = config, world
         self._goldens = operators or Operators()
         self._providers = dict(providers)
         for name, provider in providers.items():
@@ -77,15 +84,18 @@ class Swap:
         self.operators = self._table_at(None)
 
     @classmethod
-    def of_installed(cls, chosen: Mapping[str, str], world: World, operators: Operators | None = None) -> Swap:
+    def of_installed(
+        cls, chosen: Mapping[str, str], config: ModelConfig, world: World, operators: Operators | None = None
+    ) -> Swap:
         """With the providers that are installed; ``chosen`` as :func:`parse_swaps` gives it."""
         loaded = {provider: find_provider(provider) for provider in dict.fromkeys(chosen.values())}
         providers: dict[str, OperatorProvider] = {}
         for name, provider in chosen.items():
-            every = [n for n in CALLS if n in loaded[provider].names() and n not in chosen]
+            single = [n for n, calls in CALLS.items() if n not in chosen and not calls.whole_mode]
+            every = [n for n in single if n in loaded[provider].names()]
             for operator in every if name == EVERY else [name]:
                 providers[operator] = loaded[provider]
-        return cls(providers, world, operators)
+        return cls(providers, config, world, operators)
 
     def close(self) -> None:
         """Let providers go that hold something, a worker process say."""
@@ -94,27 +104,28 @@ class Swap:
                 provider.close()
 
     def _table(self, layer: int | None) -> Operators:
-        """The operators of one layer. Two operators of the ABI that stand behind one entry take each other's place."""
-        exchanged: dict[str, Callable[..., Any]] = {}
-        for name, provider in self._providers.items():
-            calls = CALLS[name]
-            golden = getattr(self._goldens, calls.entry)
-            exchanged[calls.entry] = functools.partial(self._call, layer, calls, provider, golden)
+        """The operators of one layer."""
+        behind: dict[str, list[OperatorCalls]] = {}
+        for name in self._providers:
+            behind.setdefault(CALLS[name].entry, []).append(CALLS[name])
+        exchanged = {entry: functools.partial(self._call, layer, entry, calls) for entry, calls in behind.items()}
         return _SwappedOperators(**{**vars(self._goldens), **exchanged}, table_at=self._table_at)
 
-    def _call(
-        self,
-        layer: int | None,
-        calls: OperatorCalls,
-        provider: OperatorProvider,
-        golden: Callable[..., Any],
-        *given: Any,
+    def _call(self, layer: int | None, entry: str, candidates: Sequence[OperatorCalls], *given: Any) -> Any:
+        golden = getattr(self._goldens, entry)
+        calls = next((calls for calls in candidates if calls.applies(*given)), None)
+        return golden(*given) if calls is None else self._beside(layer, calls, golden, given)
+
+    def _beside(
+        self, layer: int | None, calls: OperatorCalls, golden: Callable[..., Any], given: tuple[Any, ...]
     ) -> Any:
+        """The golden, then from the same state the provider; its result, and a line of the report."""
         spec = calls.spec
         arguments = calls.arguments(*given)
         kept = {name: arguments[name].clone() for name in _updated(spec)}
-        result = golden(*given)
-        outputs = _named_outputs(spec, result)
+        with _stages(given, self._goldens):
+            result = golden(*given)
+        outputs = calls.named_outputs(given, result)
         expected = {name: tensor.flatten(0, tensor.dim() - _rank(spec, name)) for name, tensor in outputs.items()}
         for name, before in kept.items():
             expected[name] = arguments[name].clone()
@@ -122,13 +133,14 @@ class Swap:
         if not any(tensor.numel() for tensor in expected.values()):
             return result
         operands = {name: _operand(spec, name, value) for name, value in arguments.items()}
+        constants = {s.name: s.resolve(self._config) for s in spec.scalars if isinstance(s, ConstantSpec)}
         written = {name: _unwritten(expected[name]) for name in outputs}
-        spec.check({**operands, **written})
-        provider.run(spec.name, {**operands, **written})
+        spec.check({**operands, **constants, **written})
+        self._providers[spec.name].run(spec.name, {**operands, **constants, **written})
         found = {**arguments, **written}
         for name, tensor in expected.items():
             self.report.compare(layer, self._world.current_rank, spec.name, name, found[name], tensor)
-        return _like(result, [written[name].view(outputs[name].shape) for name in outputs])
+        return calls.restored(given, result, [written[name].view(outputs[name].shape) for name in outputs])
 
 
 @dataclass(frozen=True)
@@ -139,21 +151,26 @@ class _SwappedOperators(Operators):
         return self.table_at(layer)
 
 
+@contextmanager
+def _stages(given: tuple[Any, ...], goldens: Operators) -> Iterator[None]:
+    """What a golden is composed of is golden too, though the stages of its context may be exchanged."""
+    contexts = [argument for argument in given if isinstance(argument, ForwardContext)]
+    before = [context.stages for context in contexts]
+    for context in contexts:
+        context.stages = goldens
+    try:
+        yield
+    finally:
+        for context, stages in zip(contexts, before, strict=True):
+            context.stages = stages
+
+
 def _updated(spec: OperatorSpec) -> list[str]:
     return [tensor.name for tensor in spec.tensors if tensor.direction == "inout"]
 
 
 def _rank(spec: OperatorSpec, name: str) -> int:
     return next(len(tensor.dims) for tensor in spec.tensors if tensor.name == name)
-
-
-def _named_outputs(spec: OperatorSpec, result: Any) -> dict[str, Tensor]:
-    """A golden's result by the names of the contract's ``out`` tensors."""
-    names = [tensor.name for tensor in spec.tensors if tensor.direction == "out"]
-    values = () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
-    if len(names) != len(values):
-        raise OperatorError(spec.name, f"{len(values)} results", f"those of the contract: {', '.join(names)}")
-    return dict(zip(names, values, strict=True))
 
 
 def _operand(spec: OperatorSpec, name: str, value: Any) -> Any:
@@ -172,12 +189,3 @@ def _unwritten(like: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
-
-
-def _like(result: Any, values: list[Tensor]) -> Any:
-    """``values`` in the form of a golden's ``result``: nothing, a tensor, or a tuple of its type."""
-    if result is None:
-        return None
-    if isinstance(result, Tensor):
-        return values[0]
-    return result._make(values) if hasattr(result, "_make") else tuple(values)

@@ -32,7 +32,7 @@ def swapped(arguments: argparse.Namespace, session: ModelSession) -> Iterator[Sw
         yield None
         return
     before = session.operators
-    swap = Swap.of_installed(parse_swaps(arguments.swap), session.world, before)
+    swap = Swap.of_installed(parse_swaps(arguments.swap), session.config, session.world, before)
     session.operators = swap.operators
     try:
         yield swap.report
