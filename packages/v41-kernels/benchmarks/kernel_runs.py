@@ -1,57 +1,52 @@
-"""Times each kernel in both tiers on FLASH widths: compiling and interpreting together, which pypto cannot separate.
+"""What judging a kernel costs: both tiers against compiling alone, at FLASH's widths.
 
-For each operator, tier and number of rows: the best and the median of N runs in seconds. The first line is the start
-of the worker (importing torch and pypto, loading the interpreter, the canary).
+For each operator and number of rows: seconds to compile to the tensor graph, to compile and interpret it (graph tier),
+and to compile through all passes with six re-interpretations (passes tier), best of N runs each; and the ratios of the
+two tiers to compiling. `v41-kernels bench` has bytes, operations and rooflines.
 
-usage: kernel_runs.py [--repeats N] [--rows R ...]
+usage: kernel_runs.py [--repeats N] [--rows R ...] [NAME ...]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 
-import torch
-from torch import Tensor
+from v41_config import FLASH6
+from v41_kernels import Executor, Tier
+from v41_kernels.bench_operands import bench_operands, bind_for_bench
 
-from v41_config import FLASH
-from v41_kernels import OPERATORS, Executor, Tier
-
-CAPACITY = 4096
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def arguments(name: str, rows: int) -> dict[str, Tensor]:
-    """Random tensors of the operator's contract; positions go through the table."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for tensor in OPERATORS[name].spec.bind(FLASH, T=rows, CAPACITY=CAPACITY).tensors.values():
-        if tensor.spec.name == "position_ids":
-            tensors["position_ids"] = torch.arange(rows, dtype=torch.int32)
-        else:
-            tensors[tensor.spec.name] = torch.randn(tensor.shape, generator=generator).to(DTYPES[tensor.spec.dtype])
-    return tensors
+NAMES = ("rms_norm", "materialize_rope_rows", "mhc_pre", "mhc_post", "publish_window_kv", "gate")
 
 
 def main() -> int:
-    """Print a line per operator, tier and number of rows."""
+    """Print a line per operator and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=NAMES)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8])
     options = parser.parse_args()
-    with Executor(timeout=600.0) as executor:
+    with Executor(timeout=900.0) as executor:
         start = time.perf_counter()
-        executor.run("rms_norm", **arguments("rms_norm", 0))
+        executor.run("rms_norm", **bench_operands(bind_for_bench("rms_norm", FLASH6, 1)))
         print(f"first run, worker start included: {time.perf_counter() - start:.2f} s", flush=True)
-        print(f"{'operator':24}{'tier':8}{'rows':>6}{'best':>8}{'median':>8}")
-        for name in OPERATORS:
-            for tier in Tier:
-                for rows in options.rows:
-                    given = arguments(name, rows)
-                    seconds = [executor.run(name, tier, **given).seconds for _ in range(options.repeats)]
-                    best, median = min(seconds), statistics.median(seconds)
-                    print(f"{name:24}{tier.value:8}{rows:6}{best:8.2f}{median:8.2f}", flush=True)
+        print(f"{'operator':28}{'rows':>6}{'compile':>9}{'graph':>9}{'passes':>9}{'graph/c':>9}{'passes/c':>9}")
+        for name in options.names:
+            for rows in options.rows:
+                arguments = bench_operands(bind_for_bench(name, FLASH6, rows))
+                compiled = min(
+                    sum(launch.compile_seconds for launch in executor.measure(name, **arguments))
+                    for _ in range(options.repeats)
+                )
+                graph, passes = (
+                    min(executor.run(name, tier, **arguments).seconds for _ in range(options.repeats))
+                    for tier in (Tier.GRAPH, Tier.PASSES)
+                )
+                print(
+                    f"{name:28}{rows:6}{compiled:9.2f}{graph:9.2f}{passes:9.2f}"
+                    f"{graph / compiled:9.1f}{passes / compiled:9.1f}",
+                    flush=True,
+                )
     return 0
 
 
