@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import AttentionMode, ParallelLayout, operators
+from v41_config import FLASH, AttentionMode, ParallelLayout, operators
 from v41_goldens import output_projection, rank_simulator
 from v41_goldens.cli import main
 from v41_goldens.compositions import COMPOSITIONS
@@ -67,6 +67,14 @@ def test_one_process(capsys: pytest.CaptureFixture[str], name: str) -> None:
 def test_few_tokens(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     """None at all, fewer than ranks, an idle DP group."""
     passes(capsys, *arguments)
+
+
+def test_the_forty_layers_of_the_release() -> None:
+    """The release's own schedule of modes, in widths of a toy."""
+    config = FLASH.scaled(num_hidden_layers=40)
+    assert [layer.mode for layer in config.layers] == [layer.mode for layer in FLASH.layers]
+    result = COMPOSITIONS["forward"].validate(FixtureCase(config=config, tokens=4, requests=1))
+    assert result.passed, result.error
 
 
 def test_list_names_every_golden(capsys: pytest.CaptureFixture[str]) -> None:
