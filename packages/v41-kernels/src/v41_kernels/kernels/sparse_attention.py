@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pypto
 
 from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, attended, begin
+from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 1
 COLUMN_TILE = 64
@@ -14,9 +15,8 @@ COLUMN_TILE = 64
 
 
 def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., None]:
-    """The entry for `H_local` heads and lists of `ATTENDED` entries."""
+    """The entry for `H_local` heads and lists of `ATTENDED` entries, whose last chunk may be ragged."""
     scale = HEAD_DIM**-0.5
-    tail = ATTENDED % CHUNK
 
     def sparse_attention(
         q: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
@@ -32,21 +32,17 @@ def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., N
             accumulator = pypto.tensor([H_local, HEAD_DIM], pypto.DT_FP32, "accumulator")
             for _once in pypto.loop(1, name="BEGIN", idx_name="once"):
                 begin(maximum, denominator, accumulator, H_local, HEAD_DIM)
-            for chunk in pypto.loop(ATTENDED // CHUNK, name="CHUNKS", idx_name="chunk"):
+            for chunk in pypto.loop((ATTENDED + CHUNK - 1) // CHUNK, name="CHUNKS", idx_name="chunk"):
                 start = chunk * CHUNK
+                entries = pypto.min(ATTENDED - start, CHUNK)
                 pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
                 q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
-                rows = pypto.view(kv, [CHUNK, HEAD_DIM], [token * ATTENDED + start, 0])
-                live = pypto.where(pypto.view(valid, [1, CHUNK], [token, start]), 1.0, 0.0)
-                attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H_local, CHUNK, HEAD_DIM, scale)
-            if tail > 0:
-                for _once in pypto.loop(1, name="TAIL", idx_name="once"):
-                    start = ATTENDED - tail
-                    pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
-                    q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
-                    rows = pypto.view(kv, [tail, HEAD_DIM], [token * ATTENDED + start, 0])
-                    live = pypto.where(pypto.view(valid, [1, tail], [token, start]), 1.0, 0.0)
-                    attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H_local, tail, HEAD_DIM, scale)
+                rows = row_tile(kv, CHUNK, token * ATTENDED + start, entries, HEAD_DIM)
+                flags = pypto.view(valid, [1, CHUNK], [token, start], valid_shape=[1, entries])
+                live = pypto.where(flags, 1.0, 0.0)
+                attend_chunk(
+                    q_tile, rows, live, maximum, denominator, accumulator, H_local, CHUNK, HEAD_DIM, scale, entries
+                )
             for _once in pypto.loop(1, name="END", idx_name="once"):
                 pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
                 sink = pypto.reshape(attn_sink, [H_local, 1])

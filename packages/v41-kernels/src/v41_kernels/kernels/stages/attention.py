@@ -28,7 +28,8 @@ def attend_chunk(
 ) -> None:  # fmt: skip
     """Takes `count` BF16 rows `[count, width]` into the state; `live` FP32 `[1, count]` is 0 where one is not to count.
 
-    In a ragged tile the first `entries` rows are valid. Rows that do not count are replaced by zeros, since their bytes may decode to NaN.
+    In a ragged tile the first `entries` rows are valid. Rows that do not count are replaced by zeros, since their bytes
+    may decode to NaN.
     """
     pypto.set_vec_tile_shapes(count, min(width, 128))
     entries = count if entries is None else entries
@@ -37,7 +38,8 @@ def attend_chunk(
     values = pypto.where(pypto.gt(live_rows, 0.5), rows, 0.0)
     scores = product(q, values)
     pypto.set_vec_tile_shapes(H, count)
-    scores = pypto.where(pypto.gt(pypto.expand_clone(live, [H, count], valid_shape=[H, entries]), 0.5), scores * scale, _MASKED)
+    counted = pypto.gt(pypto.expand_clone(live, [H, count], valid_shape=[H, entries]), 0.5)
+    scores = pypto.where(counted, scores * scale, _MASKED)
     newest = pypto.maximum(maximum, pypto.amax(scores, -1, keepdim=True))
     decay = pypto.exp(maximum - newest)
     p = pypto.exp(scores - newest)
