@@ -108,6 +108,8 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--context", "0"], "context: expected an integer of at least 1, found 0"),
         (["plan", "--context", "1048577"], "context: expected at most max_position_embeddings"),
         (["plan", "--requests", "-1"], "requests: expected an integer of at least 1, found -1"),
+        (["plan", "--requests", "9" * 30], "requests: expected at most 1152921504606846976"),
+        (["plan", "--decode-tokens", "9" * 30], "decode_tokens: expected at most 1152921504606846976"),
         (["plan", "--tp", "3"], "tp: expected a divisor of num_attention_heads = 64, found 3"),
         (["plan", "--tp", "0"], "tp: expected a size of at least 1, found 0"),
         (["plan", "--hbm", "lots"], "--hbm: expected a size above 0"),

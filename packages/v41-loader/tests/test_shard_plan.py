@@ -87,6 +87,9 @@ def test_the_release_in_the_device_layout(flash: Inventory) -> None:
 def test_what_cannot_be_planned(flash: Inventory, tiny_checkpoint: Path) -> None:
     with pytest.raises(LayoutError):
         plan_shards(flash, ParallelLayout(3, 1))
+    for huge in (ParallelLayout(10**12, 1), ParallelLayout(1, 10**12)):  # whose ranks nobody counts
+        with pytest.raises(LayoutError):
+            plan_shards(flash, huge)
     with pytest.raises(LayoutError):
         plan_shards(flash, ParallelLayout(4, 2), ranks=[8])
     with pytest.raises(ShardingError, match="at least one rank"):

@@ -180,7 +180,7 @@ def test_a_directory_with_files_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["keep"]
 
 
-@pytest.mark.parametrize(("seed", "shards"), [(-1, 6), (2**64, 6), (1, 1), (1, 0)])
+@pytest.mark.parametrize(("seed", "shards"), [(-1, 6), (2**64, 6), (1, 1), (1, 0), (1, 100_000)])
 def test_impossible_arguments_write_nothing(tmp_path: Path, seed: int, shards: int) -> None:
     with pytest.raises(SynthesisError, match=r"seed|shards"):
         synthesize_checkpoint(TINY, seed, tmp_path / "out", shards=shards)

@@ -303,3 +303,5 @@ def parse_bytes(text: str, where: str = "size") -> int:
 def _require_integer(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise CapacityError(name, value, f"an integer of at least {least}")
+    if value > _LARGEST_SIZE:
+        raise CapacityError(name, value, f"at most {_LARGEST_SIZE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from v41_config.model_config import ModelConfig
@@ -70,6 +71,22 @@ class SharedPart:
 
     part: RankPart
     ranks: tuple[int, ...]
+
+
+def checked_ranks(config: ModelConfig, layout: ParallelLayout, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    """The ranks that were asked for, in order and once each; None asks for all of the layout.
+
+    Raises:
+        LayoutError: the layout does not divide the config (before its ranks are counted), or lacks one of these.
+        ShardingError: none was asked for.
+    """
+    layout.check(config)
+    wanted = tuple(range(layout.world_size)) if ranks is None else tuple(sorted(set(ranks)))
+    if not wanted:
+        raise ShardingError("ranks", wanted, "at least one rank")
+    for rank in wanted:
+        layout.tp_rank(rank)  # raises where there is no such rank
+    return wanted
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from v41_config.parallel_layout import ParallelLayout
 from v41_loader.bounded_jobs import thread_count
-from v41_loader.errors import ShardingError
 from v41_loader.inventory import GroupTotal, Inventory, StoredTensor
 from v41_loader.layouts import get_layout
+from v41_loader.partition import checked_ranks
 from v41_loader.rules import Partition, TensorGroup
 from v41_loader.sharding.part_blocks import BLOCK_BYTES
 from v41_loader.sharding.rank_contents import stored_parts
@@ -101,12 +101,7 @@ def plan_shards(
     Raises:
         LayoutError, ShardingError: as `shard_checkpoint`.
     """
-    wanted = tuple(range(layout.world_size)) if ranks is None else tuple(sorted(set(ranks)))
-    if not wanted:
-        raise ShardingError("ranks", wanted, "at least one rank")
-    layout.check(inventory.config)
-    for rank in wanted:
-        layout.tp_rank(rank)  # raises where the layout has no such rank
+    wanted = checked_ranks(inventory.config, layout, ranks)
     kinds = _kinds(inventory, layout, set(wanted), weight_layout)
     totals = inventory.group_totals()
     largest = max((kind.copy.working_memory for kind in kinds), default=0)

@@ -10,9 +10,10 @@ from pathlib import Path
 from v41_config.parallel_layout import ParallelLayout
 from v41_loader.bounded_jobs import thread_count
 from v41_loader.digests import DigestAlgorithm, digest_of
-from v41_loader.errors import DigestMismatchError, OutputConflictError, ShardingError, SourceChangedError
+from v41_loader.errors import DigestMismatchError, OutputConflictError, SourceChangedError
 from v41_loader.inventory import GroupTotal, Inventory, skipped_groups
 from v41_loader.layouts import get_layout
+from v41_loader.partition import checked_ranks
 from v41_loader.rules import RULES_VERSION
 from v41_loader.sharding.journal import RunIdentity
 from v41_loader.sharding.manifest import (
@@ -88,9 +89,7 @@ def shard_checkpoint(
         ScaleNanError, NonFiniteWeightError: a scale or another stored number is infinite or NaN.
         DigestMismatchError: the checkpoint's bytes are not those that other ranks in `directory` were made from.
     """
-    asked = tuple(range(layout.world_size)) if ranks is None else tuple(sorted(set(ranks)))
-    if not asked:
-        raise ShardingError("ranks", asked, "at least one rank")
+    asked = checked_ranks(inventory.config, layout, ranks)
     thread_total = thread_count(threads)
     byte_layout = get_layout(weight_layout)
     config_json = _config_json(inventory)

@@ -24,6 +24,9 @@ from v41_loader.synth.staging import appearing_at_once, write_descriptions
 MIN_SHARDS = 2
 """The embedding and the final norm stand in different shards."""
 
+MAX_SHARDS = 99_999
+"""File names have five digits."""
+
 
 @dataclass(frozen=True)
 class SynthesisReport:
@@ -68,10 +71,11 @@ def synthesize_checkpoint(
         threads: threads to compute with; all processors by default.
 
     Raises:
-        SynthesisError: the directory is not empty, fewer than two shards, a negative or too large seed, a full disk.
+        SynthesisError: the directory is not empty, fewer or more shards than file names can count, a negative or too
+            large seed, a full disk.
     """
-    if shards < MIN_SHARDS:
-        raise SynthesisError("shards", shards, f"at least {MIN_SHARDS}")
+    if not MIN_SHARDS <= shards <= MAX_SHARDS:
+        raise SynthesisError("shards", shards, f"{MIN_SHARDS} to {MAX_SHARDS}")
     if not 0 <= seed < 2**64:
         raise SynthesisError("seed", seed, "an unsigned 64-bit number")
     tensors = synthesized_tensors(config)
