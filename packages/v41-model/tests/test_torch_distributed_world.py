@@ -146,13 +146,16 @@ def test_an_error_between_two_runs_is_told_to_the_others(runs: Path) -> None:
     assert "checkpoint" in errors[0]
 
 
-def test_the_whole_model_gives_the_tokens_and_bits_of_local_world(tmp_path: Path, tiny_directory: Path) -> None:
-    """Prefill and decode of ragged requests on four ranks: every captured tensor of every layer, logits, tokens."""
-    start(tmp_path, f"model:2:2:{tiny_directory}")
-    programs = _programs()
-    expected = programs.model(LocalWorld(ParallelLayout(2, 2)), str(tiny_directory))
+@pytest.mark.parametrize("layout", [(2, 2), pytest.param((4, 2), marks=pytest.mark.slow)], ids=str)
+def test_the_whole_model_gives_the_tokens_and_bits_of_local_world(
+    tmp_path: Path, tiny_directory: Path, layout: tuple[int, int]
+) -> None:
+    """Prefill and decode of ragged requests: every captured tensor of every layer, logits, tokens, on every rank."""
+    tp, dp = layout
+    start(tmp_path, f"model:{tp}:{dp}:{tiny_directory}")
+    expected = _programs().model(LocalWorld(ParallelLayout(tp, dp)), str(tiny_directory))
     assert len(expected["steps"]) == 6
-    for rank in range(4):
+    for rank in range(tp * dp):
         assert same(_result(tmp_path / "model", rank), expected)
     assert len(expected["steps"][0][0][0]) > 100, "the layers were captured"
 
