@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from v41_config import BoundOperator, ModelConfig, OperatorSpec, ParallelLayout, find_operator
+from v41_config import BoundOperator, CountSpec, ModelConfig, OperatorSpec, ParallelLayout, find_operator
 from v41_goldens.errors import TreeError
 
 FORMAT_VERSION = 1
@@ -44,7 +44,7 @@ class _File(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """`ranks`: extents and scalars of each."""
+    """`extents` and `counts` are each rank's; constants are the model's, and not a tree's to choose."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -55,7 +55,7 @@ class _Manifest(BaseModel):
     tp: int = Field(ge=1, le=64)
     dp: int = Field(ge=1, le=64)
     extents: list[dict[str, int]] = Field(max_length=4096)
-    scalars: list[dict[str, int | float]] = Field(max_length=4096)
+    counts: list[dict[str, int]] = Field(max_length=4096)
     inputs: _File
     outputs: _File
 
@@ -86,7 +86,7 @@ def save_tree(
     Raises:
         TreeError: there is one already, or it cannot be written.
     """
-    place = directory / wiring
+    place, counts = directory / wiring, _counts(spec)
     if os.path.lexists(place):
         raise TreeError(str(place), "something there", "a new directory")
     temporary = directory / f".{secrets.token_hex(8)}.partial"
@@ -104,8 +104,8 @@ def save_tree(
             tp=layout.tp,
             dp=layout.dp,
             extents=[dict(sizes) for sizes in extents],
-            scalars=[
-                {k: v for k, v in given.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+            counts=[
+                {name: value for name, value in given.items() if name in counts and isinstance(value, int)}
                 for given in arguments
             ],
             inputs=_described(temporary / INPUTS),
@@ -135,15 +135,24 @@ def load_tree(directory: Path, operator: str, preset: str, config: ModelConfig, 
         if getattr(manifest, name) != expected:
             raise TreeError(f"{place / MANIFEST}: {name}", getattr(manifest, name), repr(expected))
     layout = ParallelLayout(manifest.tp, manifest.dp)
-    for name in ("extents", "scalars"):
+    for name in ("extents", "counts"):
         if len(getattr(manifest, name)) != layout.world_size:
             raise TreeError(f"{place / MANIFEST}: {name}", len(getattr(manifest, name)), f"{layout.world_size} ranks")
     spec = find_operator(operator)
+    for counts in manifest.counts:
+        if not set(counts) <= set(_counts(spec)):
+            raise TreeError(f"{place / MANIFEST}: counts", sorted(counts), f"counts among {', '.join(_counts(spec))}")
     bounds = tuple(spec.bind(config, layout, **extents) for extents in manifest.extents)
     inputs = _read(place / INPUTS, manifest.inputs, bounds, [tensor.name for tensor in spec.tensors])
     outputs = _read(place / OUTPUTS, manifest.outputs, bounds, list(spec.destinations))
-    arguments: list[dict[str, object]] = [{**t, **s} for t, s in zip(inputs, manifest.scalars, strict=True)]
+    arguments: list[dict[str, object]] = [{**t, **s} for t, s in zip(inputs, manifest.counts, strict=True)]
+    for bound, given in zip(bounds, arguments, strict=True):
+        bound.check(given)
     return SavedTree(layout, tuple(manifest.extents), bounds, tuple(arguments), outputs)
+
+
+def _counts(spec: OperatorSpec) -> list[str]:
+    return [scalar.name for scalar in spec.scalars if isinstance(scalar, CountSpec)]
 
 
 def _read_manifest(place: Path) -> _Manifest:
