@@ -15,7 +15,7 @@ def failures_in(markdown: str) -> int:
     """Run the examples in order, with the names of the earlier ones; the code fences are no expected output."""
     text = re.sub(r"^```\w*$", "", markdown, flags=re.MULTILINE)
     example = doctest.DocTestParser().get_doctest(text, {}, README.name, str(README), 0)
-    assert len(example.examples) == 15
+    assert len(example.examples) == 18
     return doctest.DocTestRunner().run(example).failed
 
 

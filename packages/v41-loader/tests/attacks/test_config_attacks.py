@@ -75,6 +75,22 @@ def test_layers_that_the_config_does_not_describe(headers: Path) -> None:
         read_inventory(headers, without_engram=True)
 
 
+def test_a_key_twice_in_the_config(headers: Path) -> None:
+    """Two readers could each believe another width."""
+    path = headers / CONFIG_FILE
+    path.write_text(path.read_text().replace('"hidden_size":', '"hidden_size": 256, "hidden_size":', 1))
+    with pytest.raises(ConfigError, match=r"^hidden_size: expected one value for a key"):
+        read_inventory(headers, without_engram=True)
+
+
+@pytest.mark.parametrize("field", ["hc_sinkhorn_iters", "sliding_window", "index_topk", "candidate_topk_blocks"])
+def test_a_config_that_would_never_finish(headers: Path, field: str) -> None:
+    """Work that the weights do not bound is bounded by the config's own rules."""
+    change(headers, field, HUGE)
+    with pytest.raises(ConfigError, match=rf"^{field}: expected less than or equal to"):
+        read_inventory(headers, without_engram=True)
+
+
 def test_a_huge_config_is_not_read(headers: Path) -> None:
     """Terabytes of white space: a hole in a sparse file."""
     with (headers / CONFIG_FILE).open("r+b") as file:
