@@ -9,8 +9,9 @@ import torch
 from v41_config import ParallelLayout
 from v41_goldens.weights import ModelWeights
 from v41_loader import Checkpoint
-from v41_model.errors import RequestError
-from v41_model.generation import Request, RequestGroup, admit, advance, generate
+from v41_model.cache_budget import CacheBudget
+from v41_model.errors import PoolError, RequestError, SessionError
+from v41_model.generation import Request, RequestGroup, admit, advance, generate, stream
 from v41_model.session import ModelSession
 
 PROMPTS = [[0, 9, 8, 7, 6], [5], [0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
@@ -129,3 +130,54 @@ def test_window_pages_behind_the_window_are_lent_again(tiny_checkpoint: Checkpoi
         free.append(group.allocator.free_blocks["window"])
     assert free == [2, 1, 1, 2], "two pages after the prefill, one of them behind the window at once"
     assert requests[0].generated == generate(session, [prompt], 3, max_step_rows=16)[0]
+
+
+SMALL = CacheBudget({"window": 2, "c2a_cmp_kv": 2, "c1a_cmp_kv": 2, "c2a_state": 2}, 256)
+"""Room for two short requests, or for one of up to 256 tokens."""
+
+
+def test_requests_wait_for_a_full_pool_and_lose_nothing(single: ModelSession) -> None:
+    prompts = [[3, 4, 5], [6], list(range(3, 150)), [7, 8], [9]]
+    expected = [generate(single, [prompt], 3)[0] for prompt in prompts]
+    assert generate(single, prompts, 3, budget=SMALL) == expected
+
+
+def test_a_request_that_never_fits_is_refused_at_once(single: ModelSession) -> None:
+    with pytest.raises(PoolError, match=r"pool c1a_cmp_kv: expected .* the pool's 2 blocks, found .* needs 3"):
+        generate(single, [[3], [3] * 256], 3, budget=CacheBudget(SMALL.blocks, 512))
+    with pytest.raises(PoolError, match=r"at most max_tokens = 256"):
+        generate(single, [[3] * 255], 3, budget=SMALL)
+
+
+def test_a_cancelled_request_makes_room(single: ModelSession) -> None:
+    first, second, third = (Request((3, 4), 5) for _ in range(3))
+    (group,) = admit(single, [first, second, third], SMALL)
+    assert (group.running, list(group.waiting)) == ([first, second], [third])
+    advance(single, [group])
+    group.cancel(second)
+    assert group.running == [first]
+    advance(single, [group])
+    assert group.running == [first, third]
+    assert (len(first.generated), len(second.generated), len(third.generated)) == (2, 1, 1)
+    group.cancel(second)
+    group.cancel(first)
+    while group.has_work:
+        advance(single, [group])
+    assert third.generated == generate(single, [[3, 4]], 5)[0]
+    assert first.finished, "cancelled"
+
+
+def test_a_stream_gives_tokens_one_by_one(single: ModelSession) -> None:
+    generated = generate(single, PROMPTS, 2)
+    seen: list[list[int]] = [[] for _ in PROMPTS]
+    for new in stream(single, PROMPTS, 2):
+        seen[new.request].append(new.token)
+        assert new.last == (len(seen[new.request]) == 2)
+    assert seen == generated
+    with pytest.raises(RequestError):
+        stream(single, [[512]], 1)  # before the first token is asked for
+
+
+def test_a_group_needs_caches(tiny_checkpoint: Checkpoint) -> None:
+    with pytest.raises(SessionError, match="a call of allocate first"):
+        RequestGroup(ModelSession.open(tiny_checkpoint, ParallelLayout(1, 1)), 0)

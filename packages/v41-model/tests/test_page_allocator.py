@@ -112,6 +112,23 @@ def test_blocks_that_are_not_lent_are_refused() -> None:
         pool.take_back(lent)
 
 
+def test_a_claim_is_kept_free() -> None:
+    allocator = _allocator(window=3, c1a_cmp_kv=4)
+    claim = {"window": 1, "c2a_cmp_kv": 1, "c1a_cmp_kv": 2, "c2a_state": 1}
+    first, second = allocator.admit(claim), allocator.admit(claim)
+    assert (allocator.room(first), allocator.room(second)) == (2 * 128, 2 * 128), "a claim, and a page nobody claims"
+    allocator.grow(first, 256)
+    assert allocator.room(second) == 128, "the other one took the page that nobody claimed"
+    with pytest.raises(PoolError, match="1 of 3 blocks free, 1 of them claimed by other requests"):
+        allocator.grow(first, 257)
+    allocator.grow(second, 128)
+    assert not allocator.can_admit(claim)
+    with pytest.raises(PoolError, match="pool window"):
+        allocator.admit(claim)
+    allocator.drop(first)
+    assert allocator.can_admit(claim)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["admit", "grow", "free", "drop"]), st.integers(0, 3), st.integers(1, 600))))
 def test_live_pages_are_never_shared(actions: list[tuple[str, int, int]]) -> None:
     allocator = _allocator(window=8, c1a_cmp_kv=8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import TINY, CapacityPlan, LayoutError, MetadataError, ParallelLayout, SlabError, cache_pools
+from v41_config import TINY, TINY8, CapacityPlan, LayoutError, MetadataError, ParallelLayout, SlabError, cache_pools
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.rope_rows import RopeRows, rope_tables
 from v41_loader import Checkpoint
@@ -211,6 +211,9 @@ def test_a_capacity_plan_is_a_budget(session: ModelSession) -> None:
     rows = (*caches.window.values(), *caches.compressed.values(), *caches.index_key.values())
     held = sum(r.payload.nbytes + r.scale.nbytes for r in rows) + sum(s.nbytes for s in caches.state.values())
     assert held == plan.section_bytes("caches")
+    for other in (CapacityPlan(TINY, ParallelLayout(4, 1), 700, 3), CapacityPlan(TINY8, ParallelLayout(2, 1), 700, 3)):
+        with pytest.raises(SessionError, match="of this model, found"):
+            session.allocate(other)
 
 
 class TestStoredTokens:

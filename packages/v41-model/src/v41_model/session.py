@@ -130,6 +130,9 @@ class ModelSession:
         if not self._ranks:
             raise SessionError("ModelSession.allocate", "a closed session", "an open one")
         if isinstance(budget, CapacityPlan):
+            if budget.config != self.config or budget.layout != self.layout:
+                found = f"a plan for {budget.layout} of {'this' if budget.config == self.config else 'another'} model"
+                raise SessionError("ModelSession.allocate", found, f"one for {self.layout} of this model")
             budget = CacheBudget.from_plan(budget)
         budget = budget.checked(self.config)
         self._memory = _Memory(
