@@ -158,6 +158,24 @@ def test_entries_of_several_tiles(executor: Executor, mode: str) -> None:
     assert (case.arguments["topk_rows"][:4] >= 0).any()
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("candidate_blocks", {"ENTRIES": 0}),
+        ("candidate_blocks", {"ENTRIES": 1}),
+        ("candidate_blocks", {"ENTRIES": 9}),
+        ("hierarchical_sparse_indexer_c2a_full", {"PAGES": 0}),
+        ("hierarchical_sparse_indexer_c1a_full", {"PAGES": 0, "ENTRIES": 0}),
+        ("hierarchical_sparse_indexer_c1a_reindex", {"PAGES": 0, "ENTRIES": 0}),
+        ("sparse_attention", {"ATTENDED": 0}),
+    ],
+)
+def test_next_to_nothing_to_select_from(executor: Executor, name: str, sizes: dict[str, int]) -> None:
+    case = hard_case(name, TINY, 3, 2, 0, **sizes)
+    executor.run(name, **case.arguments)
+    require(case)
+
+
 @pytest.mark.parametrize("wrong", ["another order of ties", "a row of another page", "one entry lost"])
 def test_a_wrong_selection_is_refused(wrong: str) -> None:
     case = hard_case("hierarchical_sparse_indexer_c2a_full", TINY, 6, 4)

@@ -15,28 +15,29 @@ COLUMN_TILE = 64
 
 
 def make_entry(*, INDEX_HEADS: int, INDEX_DIM: int, INDEX_TOPK: int, PAGES: int) -> Callable[..., None]:
-    """The entry for block tables of `PAGES` columns."""
+    """The entry for block tables of `PAGES` columns, none perhaps."""
 
     def hierarchical_sparse_indexer_c2a_full(
         index_q: pypto.Tensor([pypto.DYNAMIC, INDEX_DIM], pypto.DT_BF16),
         index_weights: pypto.Tensor([pypto.DYNAMIC, INDEX_HEADS], pypto.DT_BF16),
         index_key: pypto.Tensor([pypto.DYNAMIC, INDEX_DIM // 2], pypto.DT_INT8),
         index_key_scale: pypto.Tensor([pypto.DYNAMIC, INDEX_DIM // 32], pypto.DT_INT8),
-        compressed_block_table: pypto.Tensor([pypto.DYNAMIC, PAGES], pypto.DT_INT32),
+        compressed_block_table: pypto.Tensor([pypto.DYNAMIC, max(PAGES, 1)], pypto.DT_INT32),
         compressed_lens: pypto.Tensor([pypto.DYNAMIC, 1], pypto.DT_INT32),
         token_to_req_indices: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         num_tokens: pypto.Tensor([1], pypto.DT_INT32),
         topk_rows: pypto.Tensor([pypto.DYNAMIC, INDEX_TOPK], pypto.DT_INT32),
     ):
-        capacity = PAGES * BLOCK_ROWS
+        capacity = max(PAGES, 1) * BLOCK_ROWS
         for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
             request = token_to_req_indices[token]
             length = compressed_lens[token, 0]
             scores = pypto.tensor([1, capacity], pypto.DT_BF16, "scores")
-            score_row(
-                scores, index_q, index_weights, token, index_key, index_key_scale, compressed_block_table, request,
-                length, INDEX_HEADS, INDEX_DIM,
-            )  # fmt: skip
+            if PAGES > 0:
+                score_row(
+                    scores, index_q, index_weights, token, index_key, index_key_scale, compressed_block_table, request,
+                    length, INDEX_HEADS, INDEX_DIM,
+                )  # fmt: skip
             write_best_rows(scores, length, compressed_block_table, request, topk_rows, token, INDEX_TOPK, capacity)
 
     return hierarchical_sparse_indexer_c2a_full

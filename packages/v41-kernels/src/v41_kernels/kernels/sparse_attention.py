@@ -21,7 +21,7 @@ def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., N
     def sparse_attention(
         q: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
         kv: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
-        valid: pypto.Tensor([pypto.DYNAMIC, ATTENDED], pypto.DT_BOOL),
+        valid: pypto.Tensor([pypto.DYNAMIC, max(ATTENDED, 1)], pypto.DT_BOOL),
         attn_sink: pypto.Tensor([H_local], pypto.DT_FP32),
         num_tokens: pypto.Tensor([1], pypto.DT_INT32),
         o: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),

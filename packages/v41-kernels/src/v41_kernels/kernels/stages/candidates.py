@@ -55,7 +55,7 @@ def choose_blocks(
     `scores` BF16 has the token's scores in row `row`, of which the first `entries` may be other than -inf; `lens`
     INT32 `[T, 1]` says how many the token sees.
     """
-    C = min(blocks, BLOCKS_TILE)
+    C = max(min(blocks, BLOCKS_TILE), 1)
     ragged = blocks % C > 0  # one chunk, or whole chunks, are static tiles, which the passes keep
     best = pypto.tensor([1, K], pypto.DT_FP32, "best_blocks")
     base = pypto.tensor([1, 1], pypto.DT_FP32, "base_block")
