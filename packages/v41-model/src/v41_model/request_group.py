@@ -57,11 +57,13 @@ class RequestGroup:
 
     def cancel(self, request: Request) -> None:
         """Nobody waits for a request any more: its pages are free before the next step. Nothing if it has ended."""
-        request.cancelled = True
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
             self._release(request)
+        else:
+            return
+        request.cancelled = True
 
     def plan(self, max_rows: int) -> Planned:
         """Admit who fits, then choose the requests of the next step and how many rows each runs, ``max_rows`` together.
