@@ -39,3 +39,15 @@ def test_exchanged_kernels_change_no_bit_and_no_token(options: list[str], capsys
     calls = {line.split(": ")[1]: int(line.split(": ")[2].split()[0]) for line in report[:-1]}
     assert calls["mhc_post out"] == 2 * 2 * 10, "two sublayers of ten layers on two ranks"
     assert calls["rms_norm out"] == 2 * (2 * 10 + 1)
+
+
+@pytest.mark.kernels
+def test_every_kernel_at_once(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All single operators of the model as kernels: what differs stays within the judges' bounds."""
+    requests = tmp_path / "requests.json"
+    requests.write_text(json.dumps({"requests": [[0, 17, 42, 99, 7]]}))
+    options = ["--checkpoint", str(tiny_checkpoint), "--requests", str(requests), "--threads", "1", "--tp", "2"]
+    assert main(["generate", *options, "--max-new-tokens", "1", "--swap", "all=pypto"]) == 0
+    report = [line for line in capsys.readouterr().out.splitlines() if line.startswith("swap: ")]
+    assert len(report) > 30
+    assert all(line.endswith(" 0 calls rejected") for line in report if "calls, " in line)
