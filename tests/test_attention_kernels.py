@@ -15,12 +15,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from v41_config import STATE_CAPACITY, TINY, find_operator
-from v41_goldens.judges import JudgementError, assert_equal_bits
+from v41_config import BLOCK_ROWS, FLASH, STATE_CAPACITY, TINY, ModelConfig, find_operator
+from v41_goldens.judges import JudgementError, assert_equal_bits, assert_row_bounds
 from v41_goldens.operators import golden
+from v41_goldens.paged_cache import RowCache
+from v41_goldens.quantisers import (
+    dequantize_compressed_kv,
+    dequantize_window_kv,
+    quantize_compressed_kv,
+    quantize_window_kv,
+)
 from v41_goldens.sparse_attention import sparse_attention
-from v41_kernels import CHECKED_PASSES, Executor, Tier
-from v41_model.kernel_cases import KernelCase, hard_case, judge
+from v41_kernels import CHECKED_PASSES, OPERATORS, Executor, Tier
+from v41_kernels.registry import STAGES
+from v41_model.kernel_cases import BF16_BOUNDS, KernelCase, hard_case, judge
 
 TIERS = pytest.mark.parametrize("tier", [Tier.GRAPH, pytest.param(Tier.PASSES, marks=pytest.mark.kernels)])
 UNTOUCHED = 0x5A
@@ -38,7 +46,7 @@ PUBLICATIONS = {
 def executor() -> Iterator[Executor]:
     if not sys.platform.startswith("linux"):
         pytest.skip("pypto has wheels for Linux only: no kernel was compared")
-    with Executor(timeout=300.0) as shared:
+    with Executor(timeout=300.0, operators={**OPERATORS, **STAGES}) as shared:
         yield shared
 
 
@@ -225,6 +233,80 @@ def test_lists_of_any_length(executor: Executor, entries: int) -> None:
     found = attend(executor, Tier.GRAPH, q, kv, valid, sink)
     assert_equal_bits(found, sparse_attention(q, kv, valid, sink, 64**-0.5), "o")
     assert not found[1].any()
+
+
+# ---------------------------------------------------------------------------------------------------- paged attention
+
+
+def pool(blocks: int, width: int, kind: str, named: Tensor, generator: torch.Generator) -> tuple[RowCache, Tensor]:
+    """A pool whose rows hold NaN but those `named`, and the named rows decoded, zeros for -1."""
+    quantize, decode = {
+        "window": (quantize_window_kv, dequantize_window_kv),
+        "compressed": (quantize_compressed_kv, dequantize_compressed_kv),
+    }[kind]
+    rows = quantize(torch.randn(blocks * BLOCK_ROWS, width, generator=generator).bfloat16())
+    payload, scale = (part.view(torch.uint8).clone() for part in rows)
+    unnamed = torch.ones(blocks * BLOCK_ROWS, dtype=torch.bool)
+    unnamed[named[named >= 0].long()] = False
+    payload[unnamed], scale[unnamed] = 0xFF, 0xFF
+    shape = (blocks, BLOCK_ROWS, 1, -1)
+    cache = RowCache(payload.view(rows.payload.dtype).view(shape), scale.view(rows.scale.dtype).view(shape), decode)
+    return cache, cache.read(named)
+
+
+def row_numbers(tokens: int, count: int, blocks: int, generator: torch.Generator) -> Tensor:
+    """Rows in any order with holes; the second token has none."""
+    rows = torch.randint(0, blocks * BLOCK_ROWS, (tokens, count), generator=generator, dtype=torch.int32)
+    rows[torch.rand(tokens, count, generator=generator) < 0.3] = -1
+    rows[1:2] = -1
+    return rows
+
+
+def judge_paged_attention(executor: Executor, config: ModelConfig, heads: int, tokens: int, selects: bool) -> None:
+    """Padding rows name rows that no pool has."""
+    generator = torch.Generator().manual_seed(heads)
+    width = config.head_dim
+    windows = row_numbers(tokens, config.sliding_window, 3, generator)
+    window, kv = pool(3, width, "window", windows, generator)
+    numbers = {"window_indices": windows}
+    caches = {"window_kv": window.payload, "window_kv_scale": window.scale}
+    if selects:
+        selection = row_numbers(tokens, config.index_topk, 4, generator)
+        compressed, selected = pool(4, width, "compressed", selection, generator)
+        kv = torch.cat([kv, selected], dim=1)
+        numbers["topk_rows"] = selection
+        caches |= {"compressed_kv": compressed.payload, "compressed_kv_scale": compressed.scale}
+    valid = torch.cat(list(numbers.values()), dim=1) >= 0
+    q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
+    sink = torch.randn(heads, generator=generator)
+    expected = sparse_attention(q, kv, valid, sink, width**-0.5)
+    o = torch.full((tokens + 1, heads, width), -7.0, dtype=torch.bfloat16)
+    beyond = {name: torch.cat([rows, torch.full_like(rows[:1], 10**6)]) for name, rows in numbers.items()}
+    executor.run(
+        "selected_attention" if selects else "window_attention",
+        q=torch.cat([q, torch.full_like(q[:1], torch.nan)]),
+        **caches,
+        **beyond,
+        attn_sink=sink,
+        num_tokens=tokens,
+        o=o,
+    )
+    assert_row_bounds(o[:tokens], expected, "o", bounds=BF16_BOUNDS)
+    assert (o[tokens:] == -7.0).all()
+    with pytest.raises(JudgementError):
+        assert_row_bounds(o[:tokens].roll(1, 0), expected, "o", bounds=BF16_BOUNDS)
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["window", "window and selection"])
+def test_attention_over_pages(executor: Executor, selects: bool) -> None:
+    judge_paged_attention(executor, TINY, TINY.num_attention_heads, 4, selects)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("selects", [False, True], ids=["window", "window and selection"])
+def test_attention_over_pages_with_flash_rows(executor: Executor, selects: bool) -> None:
+    """A rank's heads at TP 8, rows of 512 channels, lists of 128 and 640 entries."""
+    judge_paged_attention(executor, FLASH, 8, 2, selects)
 
 
 # ------------------------------------------------------------------------------------------------------ compressor
