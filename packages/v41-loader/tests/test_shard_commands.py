@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,9 @@ from v41_config import ParallelLayout
 from v41_loader import DigestAlgorithm, read_inventory, shard_checkpoint
 from v41_loader.cli import main
 from v41_loader.sharding.command_options import parse_ranks
+from v41_loader.sharding.manifest import PartDigests
+from v41_loader.sharding.output_directory import PARTIAL_DIRECTORY
+from v41_loader.sharding.tensor_copy import TensorCopy
 
 RANKS = [f"rank-{rank:02d}.safetensors" for rank in range(8)]
 
@@ -68,6 +75,33 @@ def test_a_bar_shows_bytes_per_second_and_the_time_left(
     assert "shard: 100%" in last
     assert "8.67M/8.67M [00:0" in last
     assert "B/s]" in last
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_is_silent_and_goes_on(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    number: int, code: int,
+) -> None:  # fmt: skip
+    """Stopped half-way: no traceback, nothing that looks finished; the same command ends the work."""
+    command = [*shard(tiny_checkpoint, 2, 2), "--threads", "1", "--out", str(tmp_path / "out")]
+    copies: list[str] = []
+    copy = TensorCopy.copy
+
+    def stopped(self: TensorCopy, *arguments: Any) -> PartDigests:
+        copies.append(self.stored.expected.name)
+        if len(copies) == 500:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+        return copy(self, *arguments)
+
+    monkeypatch.setattr(TensorCopy, "copy", stopped)
+    assert main(command) == code
+    assert capsys.readouterr() == ("", "")
+    assert names(tmp_path / "out") == [PARTIAL_DIRECTORY]
+    done = len(copies)
+    assert main(command) == 0
+    assert 500 <= done < len(copies) <= 1279 + 2
+    assert main(["verify", str(tmp_path / "out"), "--source", str(tiny_checkpoint)]) == 0
 
 
 def test_verify_of_some_ranks_says_so(
