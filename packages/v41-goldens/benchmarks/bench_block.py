@@ -20,13 +20,13 @@ from torch import Tensor
 from v41_config import FLASH6, AttentionMode
 from v41_goldens import ReferenceEngine, block, rope_tables
 from v41_goldens.fast_weights import fast_layer
+from v41_goldens.fixtures.random_layer import random_layer
 from v41_goldens.judges import judge_relative_budget
 from v41_goldens.rope import materialize_rope_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from baselines.plain_fp32_block import plain_block
-from inputs.random_layer import random_layer
 
 Streams = tuple[Tensor, Tensor]
 

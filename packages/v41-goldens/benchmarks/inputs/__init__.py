@@ -1,1 +1,0 @@
-"""What the benchmarks run on."""
