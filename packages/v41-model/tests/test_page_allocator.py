@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from v41_config import TINY, build_forward_metadata
-from v41_model.errors import PoolError
+from v41_model.errors import PoolError, SessionError
 from v41_model.page_allocator import BlockPool, PageAllocator
 
 PLENTY = {"window": 20, "c2a_cmp_kv": 20, "c1a_cmp_kv": 20, "c2a_state": 4}
@@ -110,6 +110,12 @@ def test_blocks_that_are_not_lent_are_refused() -> None:
     assert pool.free_blocks == 3
     with pytest.raises(PoolError):
         pool.take_back(lent)
+
+
+def test_blocks_of_another_model_are_refused() -> None:
+    for blocks, pattern in (({"window": 3}, "a count for each of"), ({**PLENTY, "window": 0}, r"blocks\[window\]")):
+        with pytest.raises(SessionError, match=pattern):
+            PageAllocator(TINY, blocks, max_requests=4, max_tokens=1024)
 
 
 def test_a_claim_is_kept_free() -> None:

@@ -85,6 +85,10 @@ def test_a_bad_batch_poisons_nothing(session: ModelSession) -> None:
         session.step([_batch([-1])])
     with pytest.raises(MetadataError):
         session.step([dataclasses.replace(_batch([3]), compressed_block_tables={})])
+    with pytest.raises(MetadataError, match="query_start_loc"):
+        session.step([dataclasses.replace(_batch([3]), kv_seq_lens=np.array([0, 0]))])
+    with pytest.raises(MetadataError, match="kv_seq_lens"):
+        session.step([dataclasses.replace(_batch([3]), kv_seq_lens=np.array([0.0]))])
     foreign = np.full((1, 1), 1, dtype=np.int32)
     with pytest.raises(MetadataError, match="window"):
         session.step([dataclasses.replace(_batch([3]), window_block_table=foreign)])

@@ -70,6 +70,12 @@ def test_a_prompt_cannot_forge_a_turn(codec: TextCodec) -> None:
     assert codec.decode(ids[2:-2]) == text
 
 
+def test_half_a_surrogate_pair_is_no_character(codec: TextCodec) -> None:
+    for encode in (codec.encode, codec.encode_chat):
+        with pytest.raises(TextError, match="characters, which position 3 is not"):
+            encode("abc\ud800")
+
+
 def test_characters_come_whole(codec: TextCodec) -> None:
     """A character of three bytes is three tokens here: nothing is shown until the last one."""
     stream = codec.stream()

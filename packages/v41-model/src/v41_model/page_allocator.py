@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from v41_config import BLOCK_ROWS, CachePool, ModelConfig, SourceTokens, cache_pools, compressed_table
+from v41_model.cache_budget import CacheBudget
 from v41_model.errors import PoolError
 
 __all__ = ["BlockPool", "PageAllocator"]
@@ -112,10 +113,12 @@ class _PagedTable:
 class PageAllocator:
     """Pages of up to ``max_requests`` requests of at most ``max_tokens`` tokens, out of ``blocks`` per block table.
 
-    ``blocks`` has an entry for every block table of :func:`v41_config.cache_pools`.
+    ``blocks`` has an entry for every block table of :func:`v41_config.cache_pools`. Errors: :class:`SessionError`, as
+    :meth:`CacheBudget.checked` raises it.
     """
 
     def __init__(self, config: ModelConfig, blocks: Mapping[str, int], max_requests: int, max_tokens: int) -> None:
+        blocks = CacheBudget(blocks, max_tokens).checked(config).blocks
         self.config = config
         self.max_tokens = max_tokens
         self._tables: dict[str, _PagedTable] = {}

@@ -165,10 +165,10 @@ class ModelSession:
         lowered = []
         for dp_rank, batch in enumerate(batches):
             where = f"step batch, DP group {dp_rank}"
-            self.limits.check(where, batch)
             lowered.append(
                 batch.lower(self.config, self.layout, dp_rank, capacity=capacity, pool_blocks=memory.budget.blocks)
             )
+            self.limits.check(where, batch)
             _check_lengths(where, lowered[-1][1].metadata, memory.budget.max_tokens)
             memory.stored[dp_rank].check(where, batch)
 

@@ -52,13 +52,16 @@ class TextCodec:
         return cls(tokenizer, bos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the text. What looks like a special token in it is text, so that no prompt can forge a turn."""
+        """BOS and the text. What looks like a special token in it is text, so that no prompt can forge a turn.
+
+        Errors: :class:`TextError` for half a surrogate pair, which is no character.
+        """
         return [self._bos, *self._ids(text)]
 
     def encode_chat(self, text: str, *, thinking: bool = False) -> list[int]:
         """One user turn in the released form, ready for the answer.
 
-        Errors: :class:`TextError` when the tokenizer lacks a token of the form.
+        Errors: :class:`TextError` when the tokenizer lacks a token of the form, and as :meth:`encode`.
         """
         user, assistant, opening = map(self._special, (USER, ASSISTANT, THINK if thinking else END_THINK))
         return [self._bos, user, *self._ids(text), assistant, opening]
@@ -73,6 +76,10 @@ class TextCodec:
         return TextStream(self._tokenizer)
 
     def _ids(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TextError("text prompt", text, f"characters, which position {error.start} is not") from error
         self._tokenizer.encode_special_tokens = True
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
