@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -170,12 +171,26 @@ TIMEOUTS = {"late": 2.0}
 """Seconds a rank waits in a collective; 60 for all others."""
 
 
-def _rank(program: str, layout: ParallelLayout, rank: int, directory: Path, options: list[str]) -> None:
+OVER_TCP = ("raising", "killed_store")
+"""Programs whose store is kept by rank 0; that of the others is a file."""
+
+
+def _rendezvous(program: str, directory: Path) -> str:
+    if program not in OVER_TCP:
+        return (directory / "rendezvous").as_uri()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def _rank(
+    program: str, layout: ParallelLayout, rank: int, directory: Path, rendezvous: str, options: list[str]
+) -> None:
     began = time.monotonic()
     try:
         with TorchDistributedWorld(
             layout,
-            init_method=(directory / "rendezvous").as_uri(),
+            init_method=rendezvous,
             rank=rank,
             world_size=layout.world_size,
             timeout=TIMEOUTS.get(program, 60.0),
@@ -192,13 +207,14 @@ def _start(directory: Path, job: str) -> list[int]:
     program, tp, dp, *options = job.split(":")
     layout = ParallelLayout(int(tp), int(dp))
     (directory / program).mkdir()
+    rendezvous = _rendezvous(program, directory / program)
     children = []
     for rank in range(layout.world_size):
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                _rank(program, layout, rank, directory / program, options)
+                _rank(program, layout, rank, directory / program, rendezvous, options)
                 code = 0
             finally:
                 sys.stderr.flush()

@@ -25,6 +25,9 @@ INTERVAL = 0.5
 SILENCE_AFTER_BREAK = 6 * INTERVAL
 """How long a rank may be silent once a connection is known to be broken."""
 
+LINGER = 4 * INTERVAL
+"""How long the rank that keeps the store stays after a failure, for the others to read of it."""
+
 _FAILURE = "failure"
 
 
@@ -55,11 +58,6 @@ class RankWatch:
         """The world's first failure, as far as this process knows."""
         return self._failure
 
-    @property
-    def left(self) -> frozenset[int]:
-        """Ranks that have closed their world without a failure."""
-        return self._left
-
     def report(self, rank: int, error: BaseException | str) -> RankError:
         """Tell all ranks that ``rank`` failed; the failure that was reported first, if not this one."""
         own = RankError(rank, error)
@@ -80,23 +78,22 @@ class RankWatch:
             if gone:
                 return self.report(gone[0], "its process has ended: connection lost, no sign of life")
             time.sleep(INTERVAL / 2)
+        if self._failure is None and self._left:
+            return self.report(min(self._left), "it has left the world while others wait for it")
         return self._failure or self.report(self._rank, error)
 
-    def stop(self) -> None:
-        """End the watch without a word."""
+    def leave(self, timeout: float) -> None:
+        """End the watch. The rank that keeps the store stays until everybody has left, at most ``timeout`` seconds."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def leave(self, timeout: float) -> None:
-        """End the watch in peace. The rank that keeps the store stays until everybody has left."""
-        self.stop()
         try:
             self._store.set(_gone(self._rank), "1")
             if self._rank == self._store_rank:
-                self._store.wait([_gone(rank) for rank in range(self._world_size)], timedelta(seconds=timeout))
+                longest = timeout if self._failure is None else min(timeout, LINGER)
+                self._store.wait([_gone(rank) for rank in range(self._world_size)], timedelta(seconds=longest))
         except RuntimeError:
-            return  # others have failed meanwhile; there is nothing left to keep for them
+            return  # some never leave, or the store is gone: nobody to wait for
 
     def _silent(self, seconds: float) -> list[int]:
         now = time.monotonic()

@@ -88,6 +88,19 @@ class TorchDistributedWorld:
         store = self._join(backend, init_method, rank, world_size)
         self.rank = distributed.get_rank()
         self.current_rank: int | None = None
+        keeper = None if init_method.startswith("file:") or distributed.is_torchelastic_launched() else 0
+        self._watch = RankWatch(store, self.rank, layout.world_size, silence=silence, store_rank=keeper)
+        try:
+            self._connect(backend)
+            self._watch.start(timeout)
+        except RuntimeError as error:
+            distributed.destroy_process_group()
+            raise WorldError("TorchDistributedWorld", str(error), f"all ranks within {timeout} s") from error
+        self.communicators = [TorchDistributedCommunicator(self)]
+
+    def _connect(self, backend: str) -> None:
+        """Make the groups. Every rank does so in the same order."""
+        layout = self.layout
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         """Axes dp and tp; the axis ep is ``ep_mesh``."""
         self.ep_mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.ep,), mesh_dim_names=("ep",))
@@ -96,13 +109,6 @@ class TorchDistributedWorld:
             range(layout.ep): self.ep_mesh.get_group("ep"),
         }
         self._note_groups = self._payload_groups if backend == "gloo" else self._gloo_groups()
-        keeper = None if distributed.is_torchelastic_launched() else 0
-        self._watch = RankWatch(store, self.rank, layout.world_size, silence=silence, store_rank=keeper)
-        try:
-            self._watch.start(timeout)
-        except RuntimeError as error:
-            raise WorldError("TorchDistributedWorld", str(error), f"all ranks within {timeout} s") from error
-        self.communicators = [TorchDistributedCommunicator(self)]
 
     @property
     def local_ranks(self) -> range:
@@ -145,11 +151,10 @@ class TorchDistributedWorld:
             return
         if error is not None and self._failure is None:
             self._failure = self._watch.report(self.rank, error)
+        self._watch.leave(self.timeout)
         if self._failure is None:
-            self._watch.leave(self.timeout)
             distributed.destroy_process_group()
             return
-        self._watch.stop()
         for group in {id(g): g for g in (*self._payload_groups.values(), *self._note_groups.values())}.values():
             if hasattr(group, "abort"):
                 with suppress(RuntimeError):
