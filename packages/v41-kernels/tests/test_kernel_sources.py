@@ -21,6 +21,7 @@ ALLOWED_TORCH = {
     *("Tensor", "dtype", "bfloat16", "bool", "float32", "int8", "int32", "uint8", "nan"),
     *("__file__", "__version__", "compiled_with_cxx11_abi"),
     *("arange", "empty", "equal", "from_file", "from_numpy", "full", "ones", "tensor", "zeros", "zeros_like"),
+    *("Generator", "randint", "randn"),  # operands to measure with
 }
 ARITHMETIC_METHODS = {
     *("abs", "add", "addmm", "bmm", "clamp", "cos", "cumsum", "div", "dot", "einsum", "exp", "exp2", "floor", "log"),
