@@ -15,6 +15,7 @@ from v41_model.command_options import (
 from v41_model.forward_file import forward_tensors, write_tensors
 from v41_model.prompt_options import add_prompt_options, given_prompts, token_prompts
 from v41_model.step_limits import StepLimits
+from v41_model.swap import parse_swaps
 from v41_model.swap_options import add_swap_option, swapped
 from v41_model.wiring import Wiring
 from v41_model.wiring_comparison import different_tensors, verdict
@@ -42,6 +43,7 @@ def add_forward_command(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the file and name it."""
     given = given_prompts(arguments)
+    parse_swaps(arguments.swap)  # before anything is loaded
     require_writable(arguments.out)
     with opened_session(arguments) as (checkpoint, session), swapped(arguments, session) as report:
         prompts = token_prompts(given, checkpoint.config, arguments.checkpoint, arguments.chat).tokens

@@ -15,6 +15,7 @@ from v41_model.prompt_options import Prompts, add_prompt_options, given_prompts,
 from v41_model.sampling import Sampling
 from v41_model.session import ModelSession
 from v41_model.step_limits import StepLimits
+from v41_model.swap import parse_swaps
 from v41_model.swap_options import add_swap_option, swapped
 from v41_model.wiring import Wiring
 from v41_model.wiring_comparison import verdict
@@ -53,6 +54,7 @@ def add_generate_command(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """One line per token or piece of text as it comes, then one line per request with all that is new."""
     given = given_prompts(arguments)
+    parse_swaps(arguments.swap)  # before anything is loaded
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
     limits = StepLimits(sequences=arguments.sequences)
     with opened_session(arguments, limits) as (checkpoint, session), swapped(arguments, session) as report:
