@@ -12,13 +12,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from v41_config import AttentionMode, ModelConfig, ParallelLayout, TensorSpec
-from v41_config.dimensions import model_sizes
-from v41_config.weight_table import WEIGHTS, WeightLayers
+from v41_config import AttentionMode
 from v41_goldens.block import block, entry_streams
 from v41_goldens.errors import OperandError
 from v41_goldens.fixtures import FixtureBatch, FixtureCase, fixture_batch
 from v41_goldens.fixtures.batch import selection
+from v41_goldens.fixtures.random_layer import random_checkpoint, random_layer, random_model
 from v41_goldens.fixtures.random_tensors import RandomTensors
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.golden_run import Check, GoldenRun
@@ -32,7 +31,7 @@ from v41_goldens.moe import moe
 from v41_goldens.reference_engine import ReferenceEngine
 from v41_goldens.rms_norm import rms_norm
 from v41_goldens.rope_rows import RopeRows
-from v41_goldens.weights import LayerWeights, ModelWeights
+from v41_goldens.weights import ModelWeights
 
 
 @dataclass(frozen=True)
@@ -42,35 +41,6 @@ class Composition:
     name: str
     doc: str
     validate: Callable[[FixtureCase], GoldenRun]
-
-
-def random_layer(config: ModelConfig, layer_id: int, seed: int) -> LayerWeights:
-    """One layer's weights, as a checkpoint has them."""
-    return LayerWeights.from_tensors(config, layer_id, _tensors(config, seed, layer_id))
-
-
-def random_model(config: ModelConfig, seed: int) -> ModelWeights:
-    """A whole model's weights."""
-    tensors = _tensors(config, seed, None)
-    for layer_id in range(config.num_hidden_layers):
-        tensors |= _tensors(config, seed, layer_id)
-    return ModelWeights.from_tensors(config, tensors)
-
-
-def _tensors(config: ModelConfig, seed: int, layer_id: int | None) -> dict[str, Tensor]:
-    """By checkpoint name: one layer's, or those outside the layers."""
-    sizes = model_sizes(config, ParallelLayout())
-    tensors = {}
-    for weight in WEIGHTS.values():
-        if (weight.layers is WeightLayers.NONE) != (layer_id is None):
-            continue
-        if layer_id is not None and layer_id not in weight.layers.ids(config):
-            continue
-        for expert in range(config.n_routed_experts if weight.per_expert else 1):
-            name = weight.checkpoint.format(layer=layer_id, expert=expert)
-            spec = TensorSpec(weight.operand, weight.dims, weight.dtype)
-            tensors[name] = RandomTensors(seed, name).operand(spec, weight.shape(sizes))
-    return tensors
 
 
 def _context(case: FixtureCase, batch: FixtureBatch) -> ForwardContext:
@@ -145,7 +115,7 @@ def _validate_forward(case: FixtureCase) -> GoldenRun:
 def _validate_boundary(case: FixtureCase) -> GoldenRun:
     """Embed, collapse, norm and head without a layer between: the collapse gives the embedding back to the bit."""
     config, random = case.config, RandomTensors(case.seed)
-    tensors = _tensors(config, case.seed, None)
+    tensors = random_checkpoint(config, None, case.seed)
     embed, norm, head = (tensors[name] for name in ("embed.weight", "norm.weight", "head.weight"))
     ids = random.integers("token_ids", 0, config.vocab_size, (case.active(0),))
     with torch.inference_mode():
