@@ -68,6 +68,14 @@ def collectives(world: World) -> Any:
     return world.run(every_collective)
 
 
+def axes(world: TorchDistributedWorld) -> Any:
+    """The DeviceMesh axes, and this rank's place on them."""
+    names = [*(world.mesh.mesh_dim_names or ()), *(world.ep_mesh.mesh_dim_names or ())]
+    places = [world.mesh.get_local_rank("dp"), world.mesh.get_local_rank("tp"), world.ep_mesh.get_local_rank()]
+    sizes = [world.mesh["dp"].size(), world.mesh["tp"].size(), world.ep_mesh.size()]
+    return [names, places, sizes]
+
+
 def raising(world: World) -> Any:
     """Rank 1 raises while the others wait for it."""
 
@@ -164,7 +172,7 @@ def model(world: World, checkpoint: str) -> Any:
 PROGRAMS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (collectives, raising, killed, killed_store, late, mismatch, finished, wrong_counts, strange_result)
-} | {"failing_outside": failing_outside, "model": model}  # fmt: skip
+} | {"axes": axes, "failing_outside": failing_outside, "model": model}  # fmt: skip
 
 
 TIMEOUTS = {"late": 2.0}

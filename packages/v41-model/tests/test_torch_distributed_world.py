@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from v41_config import LayoutError, ParallelLayout
-from v41_model.errors import WorldError
+from v41_model.errors import RankError, WorldError
 from v41_model.golden_twin import same_bits
 from v41_model.local_world import LocalWorld
 from v41_model.torch_distributed_world import TorchDistributedWorld
 
 SCRIPT = Path(__file__).with_name("rank_processes.py")
-JOBS = ("collectives:2:2", "raising:2:2", "killed:2:2", "killed_store:2:1", "late:2:1", "mismatch:2:1", "finished:2:1",
-        "wrong_counts:2:1", "strange_result:2:1", "failing_outside:2:1")  # fmt: skip
+JOBS = ("collectives:2:2", "axes:2:2", "raising:2:2", "killed:2:2", "killed_store:2:1", "late:2:1", "mismatch:2:1",
+        "finished:2:1", "wrong_counts:2:1", "strange_result:2:1", "failing_outside:2:1")  # fmt: skip
 LIMIT = 30.0
 """Seconds after which every rank must have stopped."""
 
@@ -86,6 +86,29 @@ def test_every_collective_gives_the_bits_and_the_log_of_local_world(runs: Path) 
         assert same(_result(runs / "collectives", rank), expected)
     assert _codes(runs / "collectives") == [0, 0, 0, 0]
     assert not same(expected, [expected[1], *expected[1:]]), "the comparison can tell ranks apart"
+
+
+def test_the_device_mesh_has_the_axes_of_the_layout(runs: Path) -> None:
+    for rank in range(4):
+        places = [rank // 2, rank % 2, rank]
+        assert _result(runs / "axes", rank) == [["dp", "tp", "ep"], places, [2, 2, 4]]
+
+
+def test_one_rank_alone_in_this_process(tmp_path: Path) -> None:
+    """Collectives outside a run and nested runs are refused; after a failure the world is over, and says why."""
+    where: dict[str, Any] = {"init_method": (tmp_path / "rendezvous").as_uri(), "rank": 0, "world_size": 1}
+    programs = _programs()
+    with TorchDistributedWorld(ParallelLayout(), **where) as world:
+        assert same(world.run(programs.every_collective), LocalWorld(1).run(programs.every_collective))
+        with pytest.raises(WorldError, match="outside of run"):
+            world.communicators[0].all_reduce(torch.zeros(1), programs.HERE)
+        with pytest.raises(WorldError, match="only one in this process"):
+            TorchDistributedWorld(ParallelLayout(), **where)
+        with pytest.raises(RankError, match="one run at a time"):
+            world.run(lambda _: world.run(lambda _: None))
+        with pytest.raises(RankError, match="one run at a time"):
+            world.run(lambda _: None)
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_raising_rank_stops_the_others_with_its_error(runs: Path) -> None:
