@@ -323,6 +323,31 @@ class TestLimits:
         with pytest.raises(RequestError, match="found '7 prefill rows'"):
             session.step([_batch([3, 4, 5, 6, 7, 8, 9], stored=10)])
 
+    def test_a_full_decode_step(self, tiny_checkpoint: Checkpoint) -> None:
+        """32 sequences with a target row and five drafts each: 192 rows whose logits are those of each one alone."""
+        session = ModelSession.open(tiny_checkpoint, TP2)
+        session.allocate(CacheBudget(dict.fromkeys(BLOCKS, 32), 64))
+
+        def rows(requests: range, stored: int, count: int) -> StepBatch:
+            table = np.array(requests, dtype=np.int32).reshape(-1, 1)
+            return StepBatch(
+                token_ids=np.concatenate([3 + request + np.arange(stored, stored + count) for request in requests]),
+                query_start_loc=count * np.arange(len(requests) + 1),
+                kv_seq_lens=np.full(len(requests), stored),
+                window_block_table=table,
+                compressed_block_tables={1: table, 2: table},
+                state_block_tables={2: table, 4: table},
+            )
+
+        everyone = range(session.limits.sequences)
+        session.step([rows(everyone, 0, 3)])
+        (together,) = session.step([rows(everyone, 3, 6)], all_logits=True)
+        assert len(together.logits) == session.limits.decode_rows == 192
+        for request in (0, 13, 31):
+            session.reset_request(0, request)
+            (alone,) = session.step([rows(range(request, request + 1), 0, 9)], all_logits=True)
+            assert torch.equal(alone.logits[3:], together.logits[6 * request : 6 * request + 6])
+
     def test_the_contracts_numbers(self) -> None:
         limits = StepLimits()
         assert (limits.sequences, limits.prefill_rows, limits.decode_rows) == (32, 4096, 192)
