@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from v41_goldens import quantisers
 from v41_goldens.errors import OperandError
 from v41_goldens.judges import assert_equal_bits
 from v41_goldens.quantisers import (
@@ -216,6 +217,18 @@ def test_shapes_strides_and_single_rows(
     assert_equal_bits(dequantize(quantize(x[..., 64:128])), whole[..., 64:128].contiguous(), "slice")
     assert_equal_bits(dequantize(quantize(x[4, 2])), whole[4, 2], "one row")
     assert dequantize(quantize(x[:0])).shape == (0, 3, 512)
+
+
+@pytest.mark.parametrize("elements", [1, 500, 64 * 32 * 3])
+def test_rows_quantised_in_chunks_are_the_same(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    x[20, 1, 3] = math.nan
+    whole = quantize_activation(x)
+    monkeypatch.setattr(quantisers, "_CHUNK_ELEMENTS", elements)
+    for found, expected in zip(quantize_activation(x), whole, strict=True):
+        assert found.shape == expected.shape
+        assert_equal_bits(found.view(torch.uint8), expected.view(torch.uint8), "chunks")
+    assert quantize_activation(x[:0]).scale.shape == (0, 3, 2)
 
 
 def test_bad_operands_are_refused() -> None:

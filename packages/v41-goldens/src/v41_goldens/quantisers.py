@@ -40,6 +40,10 @@ _RECIPROCAL_E4M3_MAX = float(np.float32(1.0 / E4M3_MAX))
 _RECIPROCAL_E2M1_MAX = float(np.float32(1.0 / E2M1_MAX))
 
 
+_CHUNK_ELEMENTS = 1 << 18
+"""Elements quantised at a time: their FP32 copies (1 MB each) stay in cache."""
+
+
 class Quantized(NamedTuple):
     """Packed rows: `payload` holds codes, `scale` one number per group of the last dimension."""
 
@@ -57,6 +61,13 @@ def quantize_activation(x: Tensor) -> Quantized:
         payload float8_e4m3fn `[..., K]`, scale float8_e8m0fnu `[..., K/32]`: the smallest power of two at or above
         `max(amax, 1e-4) * FP32(1/448)`.
     """
+    if x.numel() > max(_CHUNK_ELEMENTS, x.shape[-1]):
+        parts = [quantize_activation(part) for part in _row_chunks(x)]
+        payload, scale = (torch.cat([part.view(torch.uint8) for part in column]) for column in zip(*parts, strict=True))
+        return Quantized(
+            payload.view(x.shape).view(torch.float8_e4m3fn),
+            scale.view(*x.shape[:-1], -1).view(torch.float8_e8m0fnu),
+        )
     groups, amax = _groups(x, MX_GROUP, "quantize_activation x")
     scale = pow2_ceil_e8m0(amax.clamp_min_(FP8_AMAX_FLOOR).mul_(_RECIPROCAL_E4M3_MAX))
     codes = e4m3_encode(groups / e8m0_decode(scale).unsqueeze(-1))
@@ -118,6 +129,11 @@ def quantize_index(x: Tensor) -> Quantized:
 def dequantize_index(q: Quantized) -> Tensor:
     """BF16 `[..., K]` of `quantize_index`'s result; exact, since code times power of two fits BF16."""
     return _scaled(e2m1_decode(q.payload), e8m0_decode(q.scale)).to(torch.bfloat16)
+
+
+def _row_chunks(x: Tensor) -> tuple[Tensor, ...]:
+    """Rows of `x` `[..., K]` in chunks of at most `_CHUNK_ELEMENTS`, a single row at least."""
+    return x.reshape(-1, x.shape[-1]).split(max(1, _CHUNK_ELEMENTS // x.shape[-1]))
 
 
 def _groups(x: Tensor, size: int, where: str) -> tuple[Tensor, Tensor]:
