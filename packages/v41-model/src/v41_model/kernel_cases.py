@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from v41_config import BLOCK_ROWS, BoundOperator, ModelConfig, find_operator
+from v41_config import BLOCK_ROWS, BoundOperator, ModelConfig, ParallelLayout, find_operator
 from v41_config.operator_spec import BoundTensor, CountSpec
 from v41_goldens.fixtures import FixtureCase, operator_fixture
 from v41_goldens.judges import ROW_BOUNDS, RowBounds, judge_equal_bits, judge_row_bounds
@@ -23,7 +23,7 @@ from v41_goldens.judges.verdict import Verdict
 from v41_goldens.operators import golden
 from v41_goldens.rope import precompute_rope_tables
 
-__all__ = ["HARD_CASES", "KernelCase", "fixture_case", "hard_case", "judge"]
+__all__ = ["HARD_CASES", "KernelCase", "fixture_case", "hard_case", "judge", "layout_of"]
 
 SENTINEL = -7.0
 SENTINEL_BYTE = 0x5A
@@ -61,6 +61,13 @@ class KernelCase:
         return self.bound.spec.name
 
 
+def layout_of(name: str, config: ModelConfig) -> ParallelLayout:
+    """One rank, but for queries of FLASH's width: the interpreter keeps every head's decoded weights, and the memory of
+    an ordinary machine holds those of an eighth."""
+    large = name == "q_proj_rope" and config.num_attention_heads * config.head_dim * config.q_lora_rank > 1 << 24
+    return ParallelLayout(tp=8) if large else ParallelLayout()
+
+
 def fixture_case(name: str, fixture: FixtureCase) -> KernelCase:
     """The goldens' fixture of an operator for one rank, and the golden's answer to it."""
     made = operator_fixture(name, fixture)
@@ -81,11 +88,11 @@ def hard_case(
     if name.startswith("hierarchical_"):
         extents["ENTRIES"] = extents["PAGES"] * BLOCK_ROWS
     extents |= extents_instead
-    bound = spec.bind(config, None, **{symbol: extents[symbol] for symbol in spec.given})
+    bound = spec.bind(config, layout_of(name, config), **{symbol: extents[symbol] for symbol in spec.given})
     tensors = {t: _tensor(tensor, generator) for t, tensor in bound.tensors.items()}
     tensors.update(HARD_CASES[name](tensors, config, generator))
     extents |= {"G": len(tensors["latent"])} if name == "compress_ratio_2" else {}
-    bound = spec.bind(config, None, **{symbol: extents[symbol] for symbol in spec.given})
+    bound = spec.bind(config, layout_of(name, config), **{symbol: extents[symbol] for symbol in spec.given})
     counts = {s.name: active for s in spec.scalars if isinstance(s, CountSpec)}
     if "vocab_start" in counts:
         counts["vocab_start"] = 100

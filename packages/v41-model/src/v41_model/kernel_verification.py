@@ -17,7 +17,7 @@ from v41_config import PRESETS, V41Error
 from v41_goldens.fixtures import FixtureCase
 from v41_goldens.fixtures.batch import Phase
 from v41_model.atomic_file import atomic_file
-from v41_model.kernel_cases import HARD_CASES, KernelCase, fixture_case, hard_case, judge
+from v41_model.kernel_cases import HARD_CASES, KernelCase, fixture_case, hard_case, judge, layout_of
 
 if TYPE_CHECKING:
     from v41_kernels import Executor, Tier
@@ -52,7 +52,8 @@ def named_cases(name: str, preset: str) -> list[NamedCase]:
     small = preset.startswith("tiny")
     rows, active = (13, 11) if small else (3, 2)
     phase: Phase = "decode" if name.startswith("decode_") else "prefill"
-    fixture = FixtureCase(config=config, tokens=rows, active_tokens=active, requests=min(active, 3), phase=phase)
+    layout, requests = layout_of(name, config), min(active, 3)
+    fixture = FixtureCase(config, layout, phase=phase, tokens=rows, active_tokens=active, requests=requests)
     cases: list[NamedCase] = [(f"fixture {active}/{rows} {preset}", lambda: fixture_case(name, fixture))]
     if name in HARD_CASES:
         for total, used in SMALL_EXTENTS if small else WIDE_EXTENTS:
