@@ -27,7 +27,8 @@ class SyntheticTensors:
         self._seed = seed
 
     def _generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
+        # Of a seed, Torch's CPU generator takes 32 bits alone: everything has to be in them.
+        return torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{name}".encode()))
 
     def bf16(self, name: str, *shape: int, std: float, mean: float = 0.0) -> tuple[str, Tensor]:
         return name, (torch.randn(shape, generator=self._generator(name)) * std + mean).bfloat16()

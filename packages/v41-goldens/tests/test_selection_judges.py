@@ -297,7 +297,7 @@ WRONG_BLOCKS: dict[str, tuple[str, Callable[[Indexed], Tensor]]] = {
     "newest not pinned": ("newest blocks left out",
                           lambda i: moved(i, LAST, ranked(i, LAST)[0], ranked(i, LAST)[KEEP])),
     "worse block": ("blocks worse than one left out",
-                    lambda i: moved(i, LAST, ranked(i, LAST)[1], ranked(i, LAST)[-1])),
+                    lambda i: moved(i, LAST, ranked(i, LAST)[KEEP - 1], ranked(i, LAST)[-1])),
     "one too many": ("5 blocks in rows that keep too many", lambda i: moved(i, LAST, None, ranked(i, LAST)[KEEP])),
     "one too few": ("16 blocks left out though there is room", lambda i: moved(i, LAST, ranked(i, LAST)[1], None)),
     "not visible": ("blocks without a visible entry", lambda i: moved(i, 0, None, 1)),
