@@ -45,6 +45,18 @@ def test_rows_behind_the_active_ones_stay(executor: Executor) -> None:
         assert not (arguments[name][:3] == SENTINEL).all()
 
 
+def test_one_element_of_any_stride_is_taken(executor: Executor) -> None:
+    """`expand` leaves a stride of 0, which a tensor of one element may have and still be contiguous."""
+    arguments = operands("materialize_rope_rows", 1)
+    executor.run("materialize_rope_rows", **arguments)
+    wanted = arguments["rope_cos"].clone()
+    arguments["rope_cos"].fill_(SENTINEL)
+    arguments["position_ids"] = torch.zeros((), dtype=torch.int32).expand(1)
+    assert arguments["position_ids"].stride() == (0,)
+    executor.run("materialize_rope_rows", **arguments)
+    assert torch.equal(arguments["rope_cos"], wanted)
+
+
 def test_without_a_row_nothing_is_launched(executor: Executor) -> None:
     arguments = operands("prefill_attn_swa", 2)
     before = arguments["window_kv"].view(torch.uint8).clone()

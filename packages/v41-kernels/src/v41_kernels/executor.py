@@ -284,5 +284,8 @@ def _receive(sent: list[dict[str, Any]], operator: KernelOperator, bound: BoundA
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as UINT8 `[bytes]`."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The memory of a contiguous tensor as UINT8 `[bytes]`.
+
+    Its strides are set, since a dimension of size one may have any, 0 after `expand`.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
