@@ -188,3 +188,10 @@ def test_request_ranges_that_cannot_be(requests: int, group: int, where: str) ->
     with pytest.raises(LayoutError) as caught:
         ParallelLayout(1, 2).request_range(requests, group)
     assert caught.value.where == where
+
+
+@pytest.mark.parametrize("sizes", [(10**9, 1), (1, 10**12), (65, 64)])
+def test_worlds_beyond_any_model(sizes: tuple[int, int]) -> None:
+    with pytest.raises(LayoutError, match=r"tp \* dp: expected at most 4096 ranks"):
+        ParallelLayout(*sizes)
+    assert ParallelLayout(64, 64).world_size == 4096

@@ -243,6 +243,8 @@ def test_unknown_keys_are_named_in_a_warning(tmp_path: Path) -> None:
     assert caught[0].filename == str(tmp_path / "config.json")  # the file is at fault, no line of code
     (shown,) = warnings.formatwarning(caught[0].message, UserWarning, caught[0].filename, caught[0].lineno).splitlines()
     assert shown.endswith("text_config.n_group, torch_dtype")
+    with pytest.warns(UserWarning, match=r"ignored: 'a\\nb'$"):
+        ModelConfig.from_json(write(tmp_path, {**released("tiny"), "a\nb": 1}))
 
 
 def test_settings_of_a_group_that_is_switched_off_are_named_too(tmp_path: Path) -> None:

@@ -158,8 +158,10 @@ def test_numbers_keep_their_size_through_a_layer() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokens": -1}, "tokens: expected at least 0, found -1"),
-        ({"requests": 0}, "requests: expected at least 1, found 0"),
+        ({"tokens": -1}, "tokens: expected 0 to 1048576, found -1"),
+        ({"tokens": 10**9}, "tokens: expected 0 to 1048576"),
+        ({"requests": 10**9}, "requests: expected 1 to 1048576"),
+        ({"requests": 0}, "requests: expected 1 to 1048576, found 0"),
         ({"tokens": 3, "active_tokens": 4}, "active tokens: expected 0 to tokens = 3, found 4"),
         ({"dp_tokens": (1, 2)}, "dp_tokens: expected a count for each of 1 DP groups"),
         ({"tokens": 3, "dp_tokens": (4,)}, "active tokens: .* found 4"),

@@ -54,6 +54,14 @@ def test_nothing_follows_an_empty_prompt(tiny_weights: ModelWeights) -> None:
     assert engine.lengths.tolist() == [0]
 
 
+@pytest.mark.parametrize("count", [-1, 10**9])
+def test_a_count_that_no_request_can_hold(tiny_weights: ModelWeights, count: int) -> None:
+    engine = ReferenceEngine(TINY, tiny_weights, 1, 40)
+    with pytest.raises(OperandError, match=f"count: expected 0 to max_tokens = 40, found {count}"):
+        engine.generate(0, [1], count)
+    assert engine.lengths.tolist() == [0]
+
+
 def test_an_engine_without_weights_only_makes_contexts() -> None:
     engine = ReferenceEngine(TINY, None, 1, 8)
     with pytest.raises(OperandError, match="weights to step with"):

@@ -154,8 +154,12 @@ def test_bad_arguments_are_refused_before_anything_is_read(
 ) -> None:
     shards = open_shards(small_shards["canonical"])
     for source in (checkpoint, shards):
-        with pytest.raises(ShardingError, match="host_budget"):
-            load_rank(source, TP2_DP2, 0, host_budget=-1)
+        for budget in (-1, 1.5, "1"):
+            with pytest.raises(ShardingError, match="host_budget"):
+                load_rank(source, TP2_DP2, 0, host_budget=budget)  # type: ignore[arg-type]
+        for device in ("nope", "", "cuda:99"):
+            with pytest.raises(ShardingError, match="device: expected a device that torch can use here"):
+                load_rank(source, TP2_DP2, 0, device)
         with pytest.raises(ShardingError, match="threads"):
             load_rank(source, TP2_DP2, 0, threads=0)
     with pytest.raises(LayoutError, match="rank"):

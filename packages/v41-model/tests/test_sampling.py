@@ -77,6 +77,7 @@ def test_seeds_and_counts_make_other_numbers() -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -107,3 +108,5 @@ def test_sampled_requests_in_a_model_do_not_depend_on_company_or_layout(tiny_che
         assert generate(single, [prompt], 4, sampling=own, max_step_rows=2)[0] == together[index]
     with pytest.raises(RequestError, match=r"one for each of 3 prompts, found '1 of them"):
         generate(single, prompts, 1, sampling=[how])
+    with pytest.raises(RequestError, match=r"sampling\[1\]: expected a Sampling, found 5"):
+        generate(single, prompts, 1, sampling=[how, 5, how])  # type: ignore[list-item]

@@ -352,8 +352,9 @@ class TestLimits:
         limits = StepLimits()
         assert (limits.sequences, limits.prefill_rows, limits.decode_rows) == (32, 4096, 192)
         for name in ("sequences", "prefill_rows", "decode_rows_per_request"):
-            with pytest.raises(RequestError, match=name):
-                StepLimits(**{name: 0})
+            for number in (0, 10**9):
+                with pytest.raises(RequestError, match=name):
+                    StepLimits(**{name: number})
 
 
 @pytest.mark.parametrize(

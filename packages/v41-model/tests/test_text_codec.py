@@ -92,6 +92,15 @@ def test_a_tokenizer_without_the_forms_tokens(tmp_path: Path) -> None:
         codec.encode_chat("the cat")
 
 
+def test_text_that_the_tokenizer_has_no_tokens_for(tmp_path: Path) -> None:
+    words = tokenizers.models.WordLevel({"a": 0}, unk_token="<unk>")
+    tokenizers.Tokenizer(words).save(str(tmp_path / TOKENIZER_FILE))
+    codec = TextCodec.open(tmp_path, 0)
+    assert codec.encode("a") == [0, 0]
+    with pytest.raises(TextError, match="expected a tokenizer that can encode the prompt"):
+        codec.encode("hello")
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(TextError, match=r"tokenizer.json: .*found 'no such file'"):
         TextCodec.open(tmp_path, 0)

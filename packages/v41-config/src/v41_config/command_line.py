@@ -31,7 +31,7 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
 
     A `V41Error` is one line on standard error, `program` before it. Ctrl-C and SIGTERM unwind the command, and so clean
     up behind it, without a traceback. A reader that has seen enough (`head`, say) is no error; a standard output that
-    takes no bytes is one.
+    takes no bytes is one, and so is a path that the system refuses to look at.
     """
     try:
         with _termination_raised():
@@ -44,8 +44,10 @@ def run_command(program: str, command: Callable[[], int | None]) -> int:
         _discard_output()
         return 0
     except OSError as error:
-        if error.filename is not None:  # of a file, for whose errors its reader or writer has words
-            raise
+        if error.filename is not None:  # a path that could not even be looked at: a name too long, no permission
+            found = f"{program}: {error.filename}: expected a path that can be used, found {error.strerror}"
+            print(" ".join(found.split()), file=sys.stderr)
+            return BAD_INPUT
         _discard_output()
         print(f"{program}: standard output: expected a file that can be written, found {error}", file=sys.stderr)
         return BAD_INPUT

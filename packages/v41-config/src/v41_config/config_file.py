@@ -23,7 +23,8 @@ def read_config_file(path: Path) -> ModelConfig:
     data = _load_object(path)
     fields, unknown = inference_fields(data) if is_inference_json(data) else released_fields(data)
     if unknown:
-        message = f"config keys that v41 does not know, ignored: {', '.join(unknown)}"
+        names = ", ".join(key if key.isprintable() else repr(key) for key in unknown)
+        message = f"config keys that v41 does not know, ignored: {names}"
         # The file is at fault, not the caller's line, which Python would print below.
         warnings.warn_explicit(message, UserWarning, str(path), lineno=0)
     return ModelConfig.model_validate(fields)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from v41_config.errors import LayoutError
 from v41_config.model_config import ModelConfig
 
+MAX_RANKS = 4096
+"""Ranks of a world: a bound on what a wrong number can make anybody allocate, far above any model's experts."""
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -15,7 +18,7 @@ class ParallelLayout:
     TP groups are contiguous: `tp_rank = rank % tp`, `dp_rank = rank // tp`, `ep_rank = rank`.
 
     Raises:
-        LayoutError: a size below 1, or a rank outside the world.
+        LayoutError: a size below 1, more than `MAX_RANKS` ranks, or a rank outside the world.
     """
 
     tp: int = 1
@@ -25,6 +28,8 @@ class ParallelLayout:
         for name, size in (("tp", self.tp), ("dp", self.dp)):
             if type(size) is not int or size < 1:
                 raise LayoutError(name, size, "a size of at least 1")
+        if self.world_size > MAX_RANKS:
+            raise LayoutError("tp * dp", self.world_size, f"at most {MAX_RANKS} ranks")
 
     @property
     def ep(self) -> int:

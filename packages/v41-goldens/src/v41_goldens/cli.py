@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     name, phase = _name_and_phase(arguments.name, arguments.phase, tuple(COMPOSITIONS))
     dp_tokens = _dp_tokens(arguments.dp_tokens)
-    dp = arguments.dp or (len(dp_tokens) if dp_tokens else 1)
+    dp = arguments.dp if arguments.dp is not None else len(dp_tokens or (0,))
     tokens = arguments.tokens
     if tokens is None:
         tokens = max(dp_tokens) if dp_tokens else 32 if arguments.tp == 4 else 33

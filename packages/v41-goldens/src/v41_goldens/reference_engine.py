@@ -176,10 +176,13 @@ class ReferenceEngine:
         """Greedy continuation of one request: prefill, then `count` tokens; equal logits give the lowest id.
 
         Raises:
-            OperandError: an empty prompt, which leaves no logits to choose from, or what `step` refuses.
+            OperandError: an empty prompt, which leaves no logits to choose from, a count below 0 or of more tokens than
+                a request may hold, or what `step` refuses.
         """
         if not len(prompt):
             raise OperandError("prompt", prompt, "at least one token id")
+        if not 0 <= count <= self.max_tokens:
+            raise OperandError("count", count, f"0 to max_tokens = {self.max_tokens}")
         produced: list[int] = []
         fed = list(prompt)
         for _ in range(count):

@@ -375,6 +375,8 @@ def _take(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: t
 
 
 def _expect(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None, where: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise WeightError(where, tensor, "a tensor")
     if tensor.dtype != dtype:
         raise WeightError(where, tensor.dtype, str(dtype))
     if shape is not None and tensor.shape != shape:

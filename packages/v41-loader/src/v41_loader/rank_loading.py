@@ -60,13 +60,23 @@ def load_rank(
 
     Raises:
         LayoutError: the layout does not divide the model, or has no such rank.
-        ShardingError: the shards were made for another layout, the budget is negative, or fewer than one thread.
+        ShardingError: the shards were made for another layout, the budget is no number of bytes, fewer than one
+            thread, or a device that is not there.
         MissingRankError: the shards lack the rank.
         CheckpointError: while it is iterated, as `Checkpoint.part` and `ShardedCheckpoint.tensor`.
     """
-    if host_budget < 0:
+    if type(host_budget) is not int or host_budget < 0:
         raise ShardingError("host_budget", host_budget, "a number of bytes")
-    return _loaded(checkpoint.rank_reads(layout, rank), torch.device(device), host_budget, thread_count(threads))
+    return _loaded(checkpoint.rank_reads(layout, rank), _usable(device), host_budget, thread_count(threads))
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ModuleNotFoundError) as error:  # torch has no type of its own for it
+        raise ShardingError(
+            "device", str(device), f"a device that torch can use here ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _loaded(

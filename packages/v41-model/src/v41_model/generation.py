@@ -171,6 +171,9 @@ def _requests(
         sampling = [replace(sampling, seed=(sampling.seed + index) % (1 << 64)) for index in range(len(prompts))]
     if len(sampling) != len(prompts):
         raise RequestError("sampling", f"{len(sampling)} of them", f"one for each of {len(prompts)} prompts")
+    for index, how in enumerate(sampling):
+        if not isinstance(how, Sampling):
+            raise RequestError(f"sampling[{index}]", how, "a Sampling")
     return [
         checked_request(session.config, f"requests[{index}]", prompt, max_new_tokens, stop_ids, how)
         for index, (prompt, how) in enumerate(zip(prompts, sampling, strict=True))

@@ -12,14 +12,15 @@ from v41_model.errors import RequestError
 __all__ = ["as_integer", "checked_integer", "checked_token_ids"]
 
 
-def checked_integer(where: str, value: object, at_least: int) -> int:
+def checked_integer(where: str, value: object, at_least: int, at_most: int | None = None) -> int:
     """``value`` as a plain integer; NumPy's count, booleans and floats do not.
 
     Errors: :class:`RequestError`.
     """
     number = as_integer(value)
-    if number is None or number < at_least:
-        raise RequestError(where, value, f"an integer of at least {at_least}")
+    if number is None or number < at_least or (at_most is not None and number > at_most):
+        end = "" if at_most is None else f" and at most {at_most}"
+        raise RequestError(where, value, f"an integer of at least {at_least}{end}")
     return number
 
 

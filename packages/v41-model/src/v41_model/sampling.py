@@ -26,7 +26,10 @@ __all__ = ["GREEDY", "Sampling", "choose_tokens"]
 def _number(value: object) -> float:
     """NaN for what is no real number."""
     is_number = isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
-    return float(value) if is_number else math.nan  # type: ignore[arg-type]
+    try:
+        return float(value) if is_number else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)

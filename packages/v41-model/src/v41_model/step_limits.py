@@ -12,6 +12,9 @@ from v41_model.step_batch import StepBatch
 
 __all__ = ["StepLimits"]
 
+MOST = {"sequences": 1024, "prefill_rows": 1 << 20, "decode_rows_per_request": 256}
+"""What a session lets itself be asked for: it keeps tables of pages for each sequence."""
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -20,7 +23,7 @@ class StepLimits:
     A request that has tokens stored and runs at most ``decode_rows_per_request`` rows decodes: one target row and the
     drafts that come with it. All other rows are prefill rows.
 
-    Errors: :class:`RequestError` for a number that is no integer of at least 1.
+    Errors: :class:`RequestError` for a number that is no integer from 1 to its end in ``MOST``.
     """
 
     sequences: int = 32
@@ -28,8 +31,8 @@ class StepLimits:
     decode_rows_per_request: int = 6
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "prefill_rows", "decode_rows_per_request"):
-            checked_integer(f"StepLimits.{name}", getattr(self, name), 1)
+        for name, end in MOST.items():
+            checked_integer(f"StepLimits.{name}", getattr(self, name), 1, end)
 
     @property
     def decode_rows(self) -> int:

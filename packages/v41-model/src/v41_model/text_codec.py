@@ -54,7 +54,8 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         """BOS and the text. What looks like a special token in it is text, so that no prompt can forge a turn.
 
-        Errors: :class:`TextError` for half a surrogate pair, which is no character.
+        Errors: :class:`TextError` for half a surrogate pair, which is no character, and for text that the tokenizer has
+        no tokens for.
         """
         return [self._bos, *self._ids(text)]
 
@@ -81,7 +82,10 @@ class TextCodec:
         except UnicodeEncodeError as error:
             raise TextError("text prompt", text, f"characters, which position {error.start} is not") from error
         self._tokenizer.encode_special_tokens = True
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a vocabulary without a token for what it does not know, say
+            raise TextError(TOKENIZER_FILE, str(error), "a tokenizer that can encode the prompt") from error
         return ids
 
     def _special(self, token: str) -> int:
