@@ -133,7 +133,8 @@ def dequantize_index(q: Quantized) -> Tensor:
 
 def _row_chunks(x: Tensor) -> tuple[Tensor, ...]:
     """Rows of `x` `[..., K]` in chunks of at most `_CHUNK_ELEMENTS`, a single row at least."""
-    return x.reshape(-1, x.shape[-1]).split(max(1, _CHUNK_ELEMENTS // x.shape[-1]))
+    chunks: tuple[Tensor, ...] = x.reshape(-1, x.shape[-1]).split(max(1, _CHUNK_ELEMENTS // x.shape[-1]))
+    return chunks
 
 
 def _groups(x: Tensor, size: int, where: str) -> tuple[Tensor, Tensor]:
