@@ -11,6 +11,7 @@ from v41_config.parallel_layout import ParallelLayout
 from v41_loader.bounded_jobs import thread_count
 from v41_loader.digests import DigestAlgorithm, digest_of
 from v41_loader.errors import DigestMismatchError, OutputConflictError, SourceChangedError
+from v41_loader.garbage_collection import collection_paused
 from v41_loader.inventory import GroupTotal, Inventory, skipped_groups
 from v41_loader.layouts import get_layout
 from v41_loader.partition import checked_ranks
@@ -57,6 +58,7 @@ class ShardReport:
         }
 
 
+@collection_paused()
 def shard_checkpoint(
     inventory: Inventory,
     directory: str | Path,

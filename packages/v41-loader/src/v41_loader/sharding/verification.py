@@ -12,6 +12,7 @@ from v41_loader.bounded_jobs import Job, run_jobs, thread_count
 from v41_loader.digests import new_digest
 from v41_loader.errors import DigestMismatchError, ManifestError, MissingRankError, WeightLayoutError
 from v41_loader.finite_codes import require_finite
+from v41_loader.garbage_collection import collection_paused
 from v41_loader.inventory import CONFIG_FILE, GroupTotal, Inventory, skipped_groups
 from v41_loader.rules import DTYPE_BYTES
 from v41_loader.sharding.coverage import require_scale_pairing, require_union
@@ -52,6 +53,7 @@ class VerificationReport:
         }
 
 
+@collection_paused()
 def verify_shards(
     directory: str | Path,
     source: Inventory | None = None,
