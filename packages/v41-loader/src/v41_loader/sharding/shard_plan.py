@@ -20,7 +20,7 @@ from v41_loader.sharding.tensor_copy import TensorCopy
 _BUFFERS_PER_THREAD = 2
 """Whole rows, and a part's piece of them."""
 
-_BOOKKEEPING_BYTES = 9 << 8
+_BOOKKEEPING_BYTES = 10 << 8
 """Names, places, parts and digests of one tensor, while a run holds those of all."""
 
 
