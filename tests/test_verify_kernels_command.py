@@ -1,0 +1,91 @@
+"""`v41-model verify-kernels`: verdicts, exit codes, and which of them are kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from v41_kernels import Executor
+from v41_model import kernel_verification
+from v41_model.cli import main
+from v41_model.kernel_cases import KernelCase
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pypto has wheels for Linux only")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Verdicts go to a directory of the test; the interpreter is still built once per user."""
+    monkeypatch.setattr(
+        "v41_model.verify_kernels_command.default_store_directory", lambda: tmp_path / "verified-kernels"
+    )
+    return tmp_path / "verified-kernels"
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["verify-kernels", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_accepted_cases_are_kept_and_not_run_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    code, first = report(capsys, "input_pack")
+    assert code == 0
+    assert first["accepted"] is True
+    assert len(first["cases"]) == 6
+    assert all(case["statistics"] for case in first["cases"])
+    assert len(list(cache.iterdir())) == 1
+
+    def run_nothing(*_: object, **__: object) -> None:
+        raise AssertionError("a stored case was run")
+
+    monkeypatch.setattr(Executor, "run", run_nothing)
+    assert report(capsys, "input_pack") == (0, first)
+
+
+def test_a_wrong_kernel_is_exit_code_1_and_is_not_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """A kernel that writes nothing leaves the sentinel."""
+    monkeypatch.setattr(Executor, "run", lambda *_, **__: None)
+    code, refused = report(capsys, "input_pack")
+    assert code == 1
+    assert refused["accepted"] is False
+    assert {case["accepted"] for case in refused["cases"] if " 0/" not in case["case"]} == {False}
+    kept = [json.loads(file.read_text()) for file in cache.glob("*.json")]
+    assert all(entry["accepted"] for entries in kept for entry in entries)
+
+
+def test_a_kernel_that_fails_is_a_refusal_with_its_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from v41_kernels import KernelCrashError
+
+    def crash(*_: object, **__: object) -> None:
+        raise KernelCrashError("kernel input_pack", "worker killed by SIGSEGV", "an answer")
+
+    monkeypatch.setattr(Executor, "run", crash)
+    code, refused = report(capsys, "input_pack")
+    assert code == 1
+    assert all("SIGSEGV" in case["reasons"][0] for case in refused["cases"])
+
+
+def test_other_sources_have_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = kernel_verification.source_digest()
+    assert every == kernel_verification.source_digest()
+    assert every != kernel_verification.source_digest(("v41_config", "v41_goldens"))
+
+
+def test_a_name_without_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-kernels", "dispatch"]) == 2
+    assert "dispatch" in capsys.readouterr().err
+
+
+def test_cases_of_small_presets_reach_no_rows_and_ragged_tiles() -> None:
+    made: list[KernelCase] = [make() for _, make in kernel_verification.named_cases("rms_norm", "tiny")]
+    assert {(case.active, case.bound.dims["T"]) for case in made} >= {(0, 0), (0, 5), (1, 1), (11, 13), (17, 17)}
