@@ -87,7 +87,7 @@ def test_the_release_in_the_device_layout(flash: Inventory) -> None:
 def test_what_cannot_be_planned(flash: Inventory, tiny_checkpoint: Path) -> None:
     with pytest.raises(LayoutError):
         plan_shards(flash, ParallelLayout(3, 1))
-    for huge in (ParallelLayout(10**12, 1), ParallelLayout(1, 10**12)):  # whose ranks nobody counts
+    for huge in (ParallelLayout(4096, 1), ParallelLayout(1, 4096)):  # whose ranks nobody counts
         with pytest.raises(LayoutError):
             plan_shards(flash, huge)
     with pytest.raises(LayoutError):
