@@ -7,10 +7,10 @@ each rank the complete embeddings of its slab: the same collective that ends att
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from v41_config import PADDING_ID, LocalRows, ModelConfig, V41Error
+from v41_goldens.embedding import embedded_partial
 from v41_model.collective_log import Site
 from v41_model.wiring import TpBoundary
 
@@ -32,13 +32,6 @@ def embed_tokens(token_ids: Tensor, table: Tensor, config: ModelConfig, boundary
         raise V41Error("embedding table", f"{table.shape[0]} rows", expected)
     if table.shape[0] == config.vocab_size or boundary.mapping.active == 0:
         return boundary.pad(table[boundary.hold(token_ids, PADDING_ID).tokens.long()])
-    summed = boundary.reduce(_partial(token_ids.long(), table, held), Site("embedding"))
+    partial = embedded_partial(token_ids, table, held.start, config.vocab_size)
+    summed = boundary.reduce(partial, Site("embedding"))
     return boundary.pad(summed.tokens.bfloat16())
-
-
-def _partial(ids: Tensor, table: Tensor, held: range) -> Tensor:
-    """FP32 ``[T, D]``: the rows of ids in ``held``, and for the others the zero that changes no sum."""
-    mine = (ids >= held.start) & (ids < held.stop)
-    rows = table[torch.where(mine, ids - held.start, 0)].float()
-    # -0 is the zero that changes nothing: a row of -0 plus +0 would lose the sign that the table stores
-    return rows.masked_fill_(~mine.unsqueeze(-1), -0.0)
