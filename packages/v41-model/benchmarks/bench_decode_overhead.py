@@ -1,4 +1,4 @@
-"""What a decode step spends outside its operators: metadata, communication and Python, on TINY, eight ranks.
+"""Where a decode step's time goes, on TINY, eight ranks: each operator, and metadata, communication and Python.
 
 The share counts processor time, of one request per sequence slot; the operators are the goldens.
 
@@ -10,45 +10,18 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from instruments.operator_times import OperatorTimes
 
 from v41_config import TINY, ParallelLayout
 from v41_loader import open_checkpoint, synthesize_checkpoint
 from v41_model.generation import Request, admit, advance
-from v41_model.operators import Operators
 from v41_model.session import ModelSession
 
 LAYOUT = ParallelLayout(tp=4, dp=2)
 PROMPT = (0, 17, 42, 9, 8, 99)
-
-
-class InsideOperators:
-    """Processor seconds inside the operators of a table; what an operator calls counts once."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._inside = False
-
-    def table(self) -> Operators:
-        golden = Operators()
-        return golden.replace(**{name: self._timed(getattr(golden, name)) for name in Operators.names()})
-
-    def _timed(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            if self._inside:
-                return operator(*arguments, **keywords)
-            self._inside, began = True, time.process_time()
-            try:
-                return operator(*arguments, **keywords)
-            finally:
-                self._inside = False
-                self.seconds += time.process_time() - began
-
-        return call
 
 
 def main() -> None:
@@ -61,23 +34,25 @@ def main() -> None:
         synthesize_checkpoint(TINY, 4105, Path(temporary) / "tiny")
         with open_checkpoint(Path(temporary) / "tiny") as checkpoint:
             session = ModelSession.open(checkpoint, LAYOUT)
-    inside = InsideOperators()
+    inside = OperatorTimes()
     session.operators = inside.table()
     warm_up = 3
     requests = [Request((*PROMPT, 100 + index), options.steps + warm_up) for index in range(options.requests)]
     groups = admit(session, requests)
     for _ in range(warm_up):
         advance(session, groups)
-    inside.seconds, began = 0.0, time.process_time()
+    inside.seconds.clear()
+    began = time.process_time()
     for _ in range(options.steps):
         advance(session, groups)
     step = (time.process_time() - began) / options.steps
-    operators = inside.seconds / options.steps
+    operators = inside.total / options.steps
     moved = sum(r.seconds for c in session.world.communicators for r in c.log.records)
     print(f"decode of {options.requests} rows on TINY, TP4 DP2, one thread: {1000 * step:.1f} ms a step")
     print(
         f"    operators {1000 * operators:.1f} ms, collectives {1000 * moved:.1f} ms, the rest is metadata and Python"
     )
+    print(inside.report(options.steps))
     print(f"outside operators: {100 * (1 - operators / step):.1f} % (wanted: below 25 %)")
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from instruments.operator_times import OperatorTimes
 from torch import Tensor
 
 from v41_config import FLASH6, AttentionMode, DpGroupMetadata, ParallelLayout, TokenMapping
@@ -50,28 +49,6 @@ def rank_weights(tensors: dict[str, Tensor], rank: int) -> LayerWeights:
         if rank_part(known[name], FLASH6, LAYOUT, rank) is not None
     }
     return LayerWeights.from_tensors(FLASH6, LAYER.layer_id, held)
-
-
-class Timed:
-    """Seconds inside each operator of a table."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def table(self) -> Operators:
-        golden = Operators()
-        names = [name for name in Operators.names() if name.startswith(("attn_", "mhc_"))]
-        names += ["rms_norm", "gate", "routed_experts", "shared_expert", "combine"]
-        return golden.replace(**{name: self._timed(name, getattr(golden, name)) for name in names})
-
-    def _timed(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            result = operator(*arguments)
-            self.seconds[name] += time.perf_counter() - began
-            return result
-
-        return call
 
 
 def one_process(weights: LayerWeights, x_hc: Tensor, pre_mix: Tensor) -> Callable[[], Tensor]:
@@ -123,7 +100,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(0)
     x_hc = torch.randn(options.tokens, FLASH6.hc_mult, FLASH6.hidden_size, generator=generator).bfloat16()
     pre_mix = torch.rand(options.tokens, FLASH6.hc_mult, generator=generator)
-    timed = Timed()
+    timed = OperatorTimes()
     ranks = [rank_weights(tensors, rank) for rank in range(LAYOUT.world_size)]
     runs = {
         "one process": one_process(LayerWeights.from_tensors(FLASH6, LAYER.layer_id, tensors), x_hc, pre_mix),
@@ -142,8 +119,7 @@ def main() -> int:
                 processor[name] = min(processor[name], time.process_time() - began_processor)
     for name, seconds in best.items():
         print(f"{name:12}{seconds:9.3f} s, {processor[name]:.3f} s of processors")
-    for name, seconds in sorted(timed.seconds.items(), key=lambda item: -item[1]):
-        print(f"    {name:16}{seconds / options.repeats:9.3f} s in all ranks, mean of the runs")
+    print(timed.report(options.repeats))
     print(f"eight ranks take {best['eight ranks'] / best['one process']:.2f} times as long (wanted: at most 1.5)")
     ratio = processor["eight ranks"] / processor["one process"]
     print(f"    and {ratio:.2f} times the processor time, which a busy machine disturbs less")
