@@ -258,15 +258,15 @@ class TestCommand:
         vectors, out = tmp_path / "dump.safetensors", tmp_path / "report.json"
         arguments = ["conform", "--checkpoint", str(tiny_directory), "--vectors", str(vectors), "--json", str(out)]
         save_file(dump, vectors)
-        assert main(arguments) == 0
+        assert main([*arguments, "--differing"]) == 0
         (verdict,) = capsys.readouterr().out.splitlines()
         assert verdict.startswith("PASS")
-        assert main([*arguments, "--all"]) == 0
+        assert main(arguments) == 0
         assert sum(line.endswith(" ok") for line in capsys.readouterr().out.splitlines()) > 400
         assert json.loads(out.read_text())["passed"] is True
 
         save_file({**dump, "layer.05.moe_out": _changed(dump["layer.05.moe_out"])}, vectors)
-        assert main(arguments) == 1
+        assert main([*arguments, "--differing"]) == 1
         *table, verdict = capsys.readouterr().out.splitlines()
         assert "first: layer-local layer.05.moe_out (1 of" in verdict
         assert len(table) < 12
@@ -303,7 +303,7 @@ class TestCommand:
     def test_a_full_disk_is_one_error(self, dump: dict[str, Tensor], tiny_directory: Path, tmp_path: Path) -> None:
         vectors = tmp_path / "dump.safetensors"
         save_file({key: dump[key] for key in ("tokens", "layer.09.X", "logits")}, vectors)
-        command = [sys.executable, "-m", "v41_model", "conform", "--all"]
+        command = [sys.executable, "-m", "v41_model", "conform"]
         with open("/dev/full", "w") as full:
             done = subprocess.run(
                 [*command, "--checkpoint", str(tiny_directory), "--vectors", str(vectors)],

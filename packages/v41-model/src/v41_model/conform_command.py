@@ -48,12 +48,12 @@ def add_conform_command(subparsers: Subparsers) -> None:
         metavar="BOUND",
         help="accept floats within this relative L2 distance (default 0: equal bits)",
     )
-    parser.add_argument("--all", action="store_true", help="print every tensor, not only those that differ")
+    parser.add_argument("--differing", action="store_true", help="print only the tensors that are not accepted")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what differs (with ``--all`` everything) and the verdict."""
+    """Print the table (with ``--differing`` what is not accepted of it) and the verdict."""
     if not 0 <= arguments.max_relative_l2 < 1:
         raise OptionError("--max-relative-l2", arguments.max_relative_l2, "a bound from 0 to below 1")
     if arguments.json is not None:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             weights = streamed_weights(checkpoint, on_read=lambda _: progress.update())
             reports = conformance_reports(config, weights, file, arguments.max_relative_l2)
     skipped = not_compared(reports, file)
-    shown = reports if arguments.all else [report for report in reports if not report.passed]
+    shown = [report for report in reports if not (arguments.differing and report.passed)]
     if shown:
         print(format_table(shown))
     if skipped:
