@@ -40,6 +40,7 @@ def test_other_exceptions_are_not_swallowed() -> None:
 
 
 def test_ctrl_c_and_sigterm_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a script start without it
     cleaned: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
 

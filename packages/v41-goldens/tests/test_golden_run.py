@@ -91,7 +91,7 @@ def test_list_names_every_golden(capsys: pytest.CaptureFixture[str]) -> None:
         (["rms_norm", "--wiring", "sharded"], "rms_norm --wiring: expected one of replicated, or both"),
         (["rms_norm", "--epochs", "0"], "epochs: expected at least 1, found 0"),
         (["rms_norm", "--tokens", "4", "--active-tokens", "5"], "active tokens: expected 0 to tokens = 4, found 5"),
-        (["rms_norm", "--requests", "0"], "requests: expected at least 1, found 0"),
+        (["rms_norm", "--requests", "0"], "requests: expected 1 to 1048576, found 0"),
         (["rms_norm", "--dp-tokens", "7,x"], "--dp-tokens: expected numbers"),
         (["rms_norm", "--dp", "3", "--dp-tokens", "7,1"], "dp_tokens: expected a count for each of 3 DP groups"),
         (["q_proj_rope", "--tp", "3"], "expected"),

@@ -44,6 +44,7 @@ def test_more_shards_than_there_is_to_spread_are_reported(tmp_path: Path, capsys
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_synth_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     """In the middle of writing: no traceback, no partial directory, the exit code of the signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a script start without it
     command = [sys.executable, "-m", "v41_loader", "synth", "--preset", "flash6", "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         deadline = time.monotonic() + 60

