@@ -75,7 +75,7 @@ class Executor:
         tier: Tier = Tier.GRAPH,
         timeout: float = 120.0,
         cache_directory: Path | None = None,
-        operators: Mapping[str, KernelOperator] = OPERATORS,
+        operators: Mapping[str, KernelOperator] | None = None,
     ) -> None:
         """Takes the tier and the seconds that a kernel may take; `cache_directory` holds the built interpreter.
 
@@ -86,7 +86,7 @@ class Executor:
         self._tier = tier
         self._timeout = timeout
         self._cache_directory = cache_directory or default_cache_directory()
-        self._operators = operators
+        self._operators = OPERATORS if operators is None else operators
         self._turn = threading.Lock()
         self._worker: WorkerProcess | None = None
 

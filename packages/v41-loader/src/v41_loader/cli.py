@@ -77,6 +77,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
 def _synth(arguments: argparse.Namespace) -> None:
     config, seed = PRESETS[arguments.preset], arguments.seed
     if arguments.headers_only:
+        if seed is not None:
+            raise SynthesisError("--seed", seed, "no seed with --headers-only, which writes no payload")
         report = synthesize_headers(config, arguments.out)
         said = f"headers of {_summary(report)}: {arguments.out}"
         print(json.dumps(report.to_json(), indent=2) if arguments.json else said)

@@ -40,6 +40,12 @@ def add_conform_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--vectors", type=Path, required=True, metavar="FILE.safetensors", help="keys: docs/vectors.md of v41-model"
     )
+    parser.add_argument(
+        "--request",
+        type=int,
+        metavar="N",
+        help="replay request N of a file that v41-model forward --capture layers wrote",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the table as JSON")
     parser.add_argument(
         "--max-relative-l2",
@@ -60,9 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
         require_writable(arguments.json)
     with opened_checkpoint(arguments) as checkpoint:
         config = checkpoint.config
-        file = read_vectors(arguments.vectors, config)
+        file = read_vectors(arguments.vectors, config, arguments.request)
         if not file.has_layer_inputs(config):
-            print(f"nothing to replay: {arguments.vectors} has no layer's inputs (X, attn_in, moe_in)", file=sys.stderr)
+            print(
+                f"v41-model: nothing to replay: {arguments.vectors} has no layer's inputs (X, attn_in, moe_in)",
+                file=sys.stderr,
+            )
             return NOTHING_TO_REPLAY
         total = steps_of(file) * config.num_hidden_layers
         with tqdm(total=total, unit="layer", desc="replay", disable=None) as progress:

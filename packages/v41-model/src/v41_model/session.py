@@ -242,6 +242,8 @@ class ModelSession:
         self.close()
 
     def _ready(self, batches: Sequence[StepBatch]) -> _Memory:
+        if not self._ranks:
+            raise SessionError("ModelSession.step", "a closed session", "an open one")
         if self._failure is not None:
             raise SessionError(
                 "ModelSession.step", str(self._failure) or repr(self._failure), "a session in which no step has failed"

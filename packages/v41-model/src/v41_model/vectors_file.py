@@ -24,6 +24,7 @@ from v41_model.tensor_report import INTEGERS
 _DERIVED = re.compile(r".*_gap$|logits_torch_topk")
 """Diagnostics of a run (margins, another tie rule), not results of the model."""
 
+_REQUEST_KEY = re.compile(r"request\.(\d{1,9})\.")
 _LAYER_KEY = re.compile(r"(final_state\.)?layer\.\d{2,}\.\w[\w.]*")
 
 
@@ -46,14 +47,18 @@ class VectorsFile:
         return any(layer_key(layer.layer_id, name) in self.tensors for layer in config.layers for name in names)
 
 
-def read_vectors(path: Path, config: ModelConfig) -> VectorsFile:
+def read_vectors(path: Path, config: ModelConfig, request: int | None = None) -> VectorsFile:
     """Read and check a file: keys of layers, token ids in range, shapes and dtypes of what a replay starts from.
+
+    `request` chooses one of those that `v41-model forward` wrote: the keys behind `request.N.`. Its tensors are of the
+    prompt; what `--decode` added to them is left out.
 
     Errors: `VectorsError`, naming the file's tensor.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            chosen = _chosen_keys(file.keys(), request)
+            tensors = {name: file.get_tensor(key) for name, key in chosen.items()}
     except (OSError, SafetensorError) as error:
         raise VectorsError(str(path), str(error), "a readable safetensors file") from error
     tensors = {key: value for key, value in tensors.items() if not _DERIVED.fullmatch(key)}
@@ -73,6 +78,20 @@ def read_vectors(path: Path, config: ModelConfig) -> VectorsFile:
         _check(tensors, name, (file_.rows, config.hidden_size), (torch.bfloat16,))
     _check_selections(file_, config)
     return file_
+
+
+def _chosen_keys(keys: list[str], request: int | None) -> dict[str, str]:
+    """The file's keys by the name they have in a vectors file."""
+    requests = sorted({int(match[1]) for key in keys if (match := _REQUEST_KEY.match(key))})
+    if request is None:
+        if requests and "tokens" not in keys:
+            raise VectorsError("keys", f"requests {requests}, none at the top", "one of them, chosen with --request")
+        return {key: key for key in keys}
+    if request not in requests:
+        raise VectorsError("--request", request, f"one of the file's requests, {requests}")
+    prefix = f"request.{request}."
+    names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+    return {name: key for name, key in names.items() if not name.startswith("decode_")}
 
 
 _Spec = tuple[tuple[int | None, ...], tuple[torch.dtype, ...]]
