@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from v41_config.errors import ConfigError
 from v41_config.inference_json import inference_fields, is_inference_json
+from v41_config.json_keys import unique_object
 from v41_config.model_config import ModelConfig
 from v41_config.released_json import released_fields
 
@@ -38,7 +39,7 @@ def _load_object(path: Path) -> dict[str, Any]:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise ConfigError(str(path), "more", f"a config of at most {MAX_CONFIG_BYTES} bytes")
-        data = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=partial(unique_object, error=_of_repeated_key))
     except OSError as error:
         raise ConfigError(str(path), error.strerror, "a readable config.json") from error
     except (ValueError, RecursionError) as error:
@@ -48,9 +49,5 @@ def _load_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ConfigError(next(key for key, count in counts.items() if count > 1), "two values", "one value for a key")
-    return values
+def _of_repeated_key(key: str) -> ConfigError:
+    return ConfigError(key, "two values", "one value for a key")

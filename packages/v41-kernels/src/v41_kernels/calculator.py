@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from v41_config.user_cache import user_cache_directory
 from v41_kernels.errors import CalculatorBuildError
 from v41_kernels.pypto_install import PyptoInstall
 
@@ -30,10 +31,8 @@ _CXX20_SINCE = (2, 14)  # the headers of later torch versions need C++20; the wh
 
 
 def default_cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/v41-kernels`, or `~/.cache/v41-kernels`; an empty or relative value counts as unset."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return base / "v41-kernels"
+    """Where the built interpreter is kept (see `user_cache_directory`)."""
+    return user_cache_directory("v41-kernels")
 
 
 def calculator_library(pypto: PyptoInstall, cache: Path) -> Path:

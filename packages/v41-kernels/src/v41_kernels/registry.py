@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import NamedTuple
 
 from v41_config import OperatorError, OperatorSpec, find_operator
+from v41_config.similar_names import did_you_mean
 from v41_kernels.arguments import BoundArguments
 from v41_kernels.compositions import COMPOSITIONS, Composition
 from v41_kernels.launched_stages import LAUNCHED_STAGES
@@ -159,7 +159,5 @@ OPERATORS: Mapping[str, KernelOperator] = MappingProxyType(
 def find_kernel(name: str, operators: Mapping[str, KernelOperator] = OPERATORS) -> KernelOperator:
     """The operator of that name, with its kernel. Errors: `OperatorError`."""
     if name not in operators:
-        close = get_close_matches(name, operators, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise OperatorError("operator", name, f"one that `v41-kernels list` names{hint}")
+        raise OperatorError("operator", name, f"one that `v41-kernels list` names{did_you_mean(name, operators)}")
     return operators[name]

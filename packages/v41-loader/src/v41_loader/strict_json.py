@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, NoReturn
 
+from v41_config.json_keys import unique_object
 from v41_loader.errors import DuplicateKeyError, MalformedJsonError
 
 MAX_DOCUMENT_BYTES = 32 << 20
@@ -19,19 +21,16 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
         MalformedJsonError: anything else than one JSON object in UTF-8, or nesting deeper than the parser goes.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        merged = dict(pairs)
-        if len(merged) != len(pairs):
-            seen: set[str] = set()
-            repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise DuplicateKeyError(where, repeated, "each key once")
-        return merged
+    def repeated(key: str) -> DuplicateKeyError:
+        return DuplicateKeyError(where, key, "each key once")
 
     def refuse(constant: str) -> NoReturn:
         raise MalformedJsonError(where, constant, "a number that JSON has")
 
     try:
-        document = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        document = json.loads(
+            data.decode("utf-8"), object_pairs_hook=partial(unique_object, error=repeated), parse_constant=refuse
+        )
     except RecursionError:
         raise MalformedJsonError(where, "too deep a nesting", "objects and lists a few levels deep") from None
     except ValueError as error:  # not UTF-8, not JSON, or an integer of thousands of digits

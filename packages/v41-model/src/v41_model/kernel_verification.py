@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from v41_config import PRESETS, V41Error
+from v41_config.user_cache import user_cache_directory
 from v41_goldens.fixtures import FixtureCase
 from v41_goldens.fixtures.batch import Phase
 from v41_model.atomic_file import atomic_file
@@ -139,7 +139,5 @@ class VerdictStore:
 
 
 def default_store_directory() -> Path:
-    """`$XDG_CACHE_HOME/v41-model/verified-kernels`, or below `~/.cache`; a relative value counts as unset."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return base / "v41-model" / "verified-kernels"
+    """Where accepted cases are kept (see `user_cache_directory`)."""
+    return user_cache_directory("v41-model") / "verified-kernels"

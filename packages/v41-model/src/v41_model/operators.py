@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
 
 from v41_config import AttentionMode, ConfigError
+from v41_config.similar_names import did_you_mean
 from v41_goldens.attention_stages import AttentionStages
 from v41_goldens.experts import routed_experts, shared_expert
 from v41_goldens.gate import GateOutput, gate
@@ -72,9 +72,8 @@ class Operators(AttentionStages):
         """This table with some operators exchanged. Errors: :class:`v41_config.ConfigError` for an unknown name."""
         for name in operators:
             if name not in self.names():
-                close = get_close_matches(name, self.names(), n=1)
-                hint = f" (did you mean {close[0]}?)" if close else ""
-                raise ConfigError("Operators.replace", name, f"one of {', '.join(self.names())}{hint}")
+                meant = did_you_mean(name, self.names())
+                raise ConfigError("Operators.replace", name, f"one of {', '.join(self.names())}{meant}")
         return dataclasses.replace(self, **operators)
 
     def attention(self, mode: AttentionMode) -> Callable[..., Tensor]:

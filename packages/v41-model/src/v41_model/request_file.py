@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from v41_config.json_keys import unique_object
 from v41_model.errors import RequestError
 
 __all__ = ["Prompt", "read_request_file"]
@@ -45,14 +47,16 @@ def read_request_file(path: Path) -> list[Prompt]:
     Whether ids are in the vocabulary and prompts short enough is for the model to say
     (:func:`v41_model.request.check_prompt`). Errors: :class:`RequestError` naming the file and the place in it.
     """
+
+    def repeated(key: str) -> RequestError:
+        return RequestError(f"{path} {key}", "the key twice", "it once")
+
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_unique_keys)
+        content = json.loads(path.read_bytes(), object_pairs_hook=partial(unique_object, error=repeated))
     except OSError as error:
         raise RequestError(str(path), error.strerror or str(error), "a readable file of requests") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(str(path), str(error), "JSON in UTF-8") from error
-    except _DoubleKeyError as error:
-        raise RequestError(f"{path} {error}", "the key twice", "it once") from error
     try:
         entries = _RequestFile.model_validate(content).requests
     except ValidationError as error:
@@ -75,19 +79,6 @@ def _explained(path: Path, error: ValidationError, before: tuple[str | int, ...]
     place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in (*before, *first["loc"]))
     expected = _EXPECTED.get(first["type"], first["msg"])
     return RequestError(f"{path}{place and ' ' + place.lstrip('.')}", _shown(first["input"]), expected)
-
-
-class _DoubleKeyError(Exception):
-    pass
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise _DoubleKeyError(key)
-        values[key] = value
-    return values
 
 
 def _shown(value: object) -> object:

@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from v41_config import ConstantSpec, ModelConfig, OperatorSpec
+from v41_config.similar_names import did_you_mean
 from v41_goldens.forward_context import ForwardContext
 from v41_model.errors import ProviderError
 from v41_model.operator_call import OperatorCalls
@@ -54,9 +54,8 @@ def parse_swaps(texts: Sequence[str]) -> dict[str, str]:
 
 def _require_exchangeable(name: str) -> None:
     if name not in CALLS:
-        close = get_close_matches(name, CALLS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ProviderError("swap", name, f"an operator that can be exchanged: {', '.join(CALLS)}{hint}")
+        meant = did_you_mean(name, CALLS)
+        raise ProviderError("swap", name, f"an operator that can be exchanged: {', '.join(CALLS)}{meant}")
 
 
 class Swap:

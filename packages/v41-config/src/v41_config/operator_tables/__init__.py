@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from v41_config.errors import OperatorError
 from v41_config.operator_spec import OperatorSpec
+from v41_config.similar_names import did_you_mean
 
 
 @functools.cache
@@ -34,7 +34,6 @@ def find_operator(name: str) -> OperatorSpec:
     """
     found = operators().get(name)
     if found is None:
-        near = difflib.get_close_matches(name, operators())
-        meant = f"an operator (did you mean {' or '.join(near)}?)" if near else f"one of {', '.join(operators())}"
-        raise OperatorError("operator", name, meant)
+        meant = did_you_mean(name, operators(), most=3)
+        raise OperatorError("operator", name, f"an operator{meant}" if meant else f"one of {', '.join(operators())}")
     return found
