@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -61,16 +61,13 @@ class SwapReport:
         if not bits.accepted and not first:
             word = "within bounds" if verdict.accepted else "REJECTED"
             first = f"call {known.calls + 1}, rank {rank}: {bits!r}; {word}: {verdict!r}"
-        self.seen[key] = TensorCalls(
-            layer,
-            operator,
-            tensor,
-            known.order,
-            known.calls + 1,
-            known.elements + bits.elements,
-            known.unequal + bits.unequal,
-            known.rejected + (not verdict.accepted),
-            first,
+        self.seen[key] = replace(
+            known,
+            calls=known.calls + 1,
+            elements=known.elements + bits.elements,
+            unequal=known.unequal + bits.unequal,
+            rejected=known.rejected + (not verdict.accepted),
+            first=first,
         )
 
     @property
