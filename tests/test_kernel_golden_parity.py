@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from v41_goldens.judges import judge_equal_bits
 from v41_kernels import CHECKED_PASSES, OPERATORS, Executor, Tier
 from v41_model.kernel_cases import EXACT, HARD_CASES, KernelCase, judge
 from v41_model.kernel_verification import named_cases
@@ -47,10 +48,12 @@ def executor() -> Iterator[Executor]:
 
 
 def run_and_judge(executor: Executor, case: KernelCase, tier: Tier = Tier.GRAPH) -> None:
+    # A batch may have rows and write none, such as a single one whose slot is -1: no kernel is left to be checked then.
+    writes = not all(judge_equal_bits(case.arguments[name], expected) for name, expected in case.expected.items())
     run = executor.run(case.operator, tier, **case.arguments)
     for name, verdict in judge(case).items():
         verdict.require(f"{case.operator}: {name}")
-    if tier is Tier.PASSES and case.active:
+    if tier is Tier.PASSES and writes:
         judged = {check.pass_name for check in run.checks if check.compared}
         assert judged == set(CHECKED_PASSES)
 
