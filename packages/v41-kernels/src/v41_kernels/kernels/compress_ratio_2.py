@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.pooling import RING, pooled, projected_row
+from v41_kernels.kernels.stages.pooling import remember_last_tokens, write_latent
 
 ROW_TILE = 1
 COLUMN_TILE = 512
@@ -34,27 +34,13 @@ def make_entry(*, D: int, HEAD_DIM: int, eps: float) -> Callable[..., None]:
             token = compressor_source_token_indices[group]
             request = token_to_req_indices[token]
             block = pypto.max(state_block_table[request, 0], 0)
-            if token == query_start_loc[request]:
-                kv, gate = projected_row(x, compressor_wkv, compressor_wgate, token, D, HEAD_DIM)
-                slot = block * RING + (position_ids[token] + RING - 1) % RING
-                before_kv = pypto.view(state_cache, [1, HEAD_DIM], [slot, 0])
-                before_gate = pypto.view(state_cache, [1, HEAD_DIM], [slot, HEAD_DIM])
-                row = pooled(before_kv, before_gate, kv, gate, compressor_norm, HEAD_DIM, eps)
-                pypto.assemble(row, [group, 0], latent)
-            else:
-                kv, gate = projected_row(x, compressor_wkv, compressor_wgate, token, D, HEAD_DIM)
-                before_kv, before_gate = projected_row(x, compressor_wkv, compressor_wgate, token - 1, D, HEAD_DIM)
-                row = pooled(before_kv, before_gate, kv, gate, compressor_norm, HEAD_DIM, eps)
-                pypto.assemble(row, [group, 0], latent)
-        for request in pypto.loop(state_block_table.shape[0], name="REQUESTS", idx_name="request"):
-            block = state_block_table[request, 0]
-            stop = pypto.min(query_start_loc[request + 1], num_tokens[0])
-            kept = pypto.max(pypto.min(stop - query_start_loc[request], RING), 0) * pypto.min(block + 1, 1)
-            for back in pypto.loop(kept, name="KEPT", idx_name="back"):
-                token = stop - kept + back
-                slot = block * RING + position_ids[token] % RING
-                kv, gate = projected_row(x, compressor_wkv, compressor_wgate, token, D, HEAD_DIM)
-                pypto.assemble(pypto.clone(kv), [slot, 0], state_cache)
-                pypto.assemble(pypto.clone(gate), [slot, HEAD_DIM], state_cache)
+            write_latent(
+                latent, group, x, compressor_wkv, compressor_wgate, compressor_norm, state_cache, block, token,
+                position_ids[token], token == query_start_loc[request], D, HEAD_DIM, eps,
+            )  # fmt: skip
+        remember_last_tokens(
+            state_cache, x, compressor_wkv, compressor_wgate, query_start_loc, position_ids, state_block_table,
+            num_tokens[0], D, HEAD_DIM,
+        )  # fmt: skip
 
     return compress_ratio_2

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.index_scores import BLOCK_ROWS, score_row
+from v41_kernels.kernels.stages.index_scores import BLOCK_ROWS, token_scores
 from v41_kernels.kernels.stages.selected_rows import write_best_rows
 
 ROW_TILE = 1
@@ -32,12 +32,10 @@ def make_entry(*, INDEX_HEADS: int, INDEX_DIM: int, INDEX_TOPK: int, PAGES: int)
         for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
             request = token_to_req_indices[token]
             length = compressed_lens[token, 0]
-            scores = pypto.tensor([1, capacity], pypto.DT_BF16, "scores")
-            if PAGES > 0:
-                score_row(
-                    scores, index_q, index_weights, token, index_key, index_key_scale, compressed_block_table, request,
-                    length, INDEX_HEADS, INDEX_DIM,
-                )  # fmt: skip
+            scores = token_scores(
+                index_q, index_weights, token, index_key, index_key_scale, compressed_block_table, request, length,
+                PAGES, INDEX_HEADS, INDEX_DIM,
+            )  # fmt: skip
             write_best_rows(scores, length, compressed_block_table, request, topk_rows, token, INDEX_TOPK, capacity)
 
     return hierarchical_sparse_indexer_c2a_full

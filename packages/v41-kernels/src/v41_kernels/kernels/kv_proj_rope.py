@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.linear import divisor_tile, fp8_product, quantised_rows
-from v41_kernels.kernels.stages.projections import normed
+from v41_kernels.kernels.stages.projections import fp8_projection, normed
 from v41_kernels.kernels.stages.rotation import write_rotated
 from v41_kernels.kernels.stages.rows import row_tile
 
@@ -17,7 +16,6 @@ COLUMN_TILE = 128
 
 def make_entry(*, D: int, HEAD_DIM: int, HALF_ROPE: int, eps: float) -> Callable[..., None]:
     """The entry for `D` channels and a head of `HEAD_DIM`."""
-    n_tile = divisor_tile(HEAD_DIM, COLUMN_TILE, 32)
 
     def kv_proj_rope(
         x: pypto.Tensor([pypto.DYNAMIC, D], pypto.DT_BF16),
@@ -33,14 +31,7 @@ def make_entry(*, D: int, HEAD_DIM: int, HALF_ROPE: int, eps: float) -> Callable
         for tile in pypto.loop((active + ROW_TILE - 1) // ROW_TILE, name="TILES", idx_name="tile"):
             first = tile * ROW_TILE
             rows = pypto.min(active - first, ROW_TILE)
-            pypto.set_vec_tile_shapes(ROW_TILE, min(D, 512))
-            x_tile = quantised_rows(row_tile(x, ROW_TILE, first, rows, D), ROW_TILE, rows, D)
-            projected = pypto.tensor([ROW_TILE, HEAD_DIM], pypto.DT_BF16, "projected")
-            for part in pypto.loop(HEAD_DIM // n_tile, name="OUTPUTS", idx_name="part"):
-                column = part * n_tile
-                y_tile = fp8_product(x_tile, ROW_TILE, rows, wkv, wkv_scale, column, n_tile, D)
-                pypto.set_vec_tile_shapes(ROW_TILE, n_tile)
-                pypto.assemble(pypto.cast(y_tile, pypto.DT_BF16), [0, column], projected)
+            projected = fp8_projection(x, wkv, wkv_scale, first, rows, ROW_TILE, HEAD_DIM, D, COLUMN_TILE)
             for _once in pypto.loop(1, name="NORM", idx_name="once"):
                 kv_tile = normed(projected, kv_norm, ROW_TILE, rows, HEAD_DIM, eps)
                 cos = row_tile(rope_cos, ROW_TILE, first, rows, HALF_ROPE)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.publication import publish_row
+from v41_kernels.kernels.stages.publication import publish_rows
 from v41_kernels.kernels.stages.quantisers import FP4_GROUP, compressed_bytes
-from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 1
 COLUMN_TILE = 512
@@ -23,11 +22,16 @@ def make_entry(*, HEAD_DIM: int) -> Callable[..., None]:
         compressed_kv: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM // 2], pypto.DT_INT8),
         compressed_kv_scale: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM // FP4_GROUP], pypto.DT_INT8),
     ):
-        for token in pypto.loop(slots.shape[0], name="TOKENS", idx_name="token"):
-            slot = slots[token, 0]
-            if slot >= 0:
-                pypto.set_vec_tile_shapes(ROW_TILE, min(HEAD_DIM, COLUMN_TILE))
-                row = row_tile(kv, ROW_TILE, token, 1, HEAD_DIM)
-                publish_row(row, slot, compressed_kv, compressed_kv_scale, HEAD_DIM, FP4_GROUP, compressed_bytes)
+        publish_rows(
+            kv,
+            slots,
+            slots.shape[0],
+            compressed_kv,
+            compressed_kv_scale,
+            HEAD_DIM,
+            COLUMN_TILE,
+            FP4_GROUP,
+            compressed_bytes,
+        )
 
     return publish_compressed_kv

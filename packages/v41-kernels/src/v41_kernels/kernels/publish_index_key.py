@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.publication import publish_row
+from v41_kernels.kernels.stages.publication import publish_rows
 from v41_kernels.kernels.stages.quantisers import MX_GROUP, index_bytes
-from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 1
 COLUMN_TILE = 512
@@ -23,11 +22,8 @@ def make_entry(*, INDEX_DIM: int) -> Callable[..., None]:
         index_key: pypto.Tensor([pypto.DYNAMIC, INDEX_DIM // 2], pypto.DT_INT8),
         index_key_scale: pypto.Tensor([pypto.DYNAMIC, INDEX_DIM // MX_GROUP], pypto.DT_INT8),
     ):
-        for token in pypto.loop(slots.shape[0], name="TOKENS", idx_name="token"):
-            slot = slots[token, 0]
-            if slot >= 0:
-                pypto.set_vec_tile_shapes(ROW_TILE, min(INDEX_DIM, COLUMN_TILE))
-                row = row_tile(keys, ROW_TILE, token, 1, INDEX_DIM)
-                publish_row(row, slot, index_key, index_key_scale, INDEX_DIM, MX_GROUP, index_bytes)
+        publish_rows(
+            keys, slots, slots.shape[0], index_key, index_key_scale, INDEX_DIM, COLUMN_TILE, MX_GROUP, index_bytes
+        )
 
     return publish_index_key

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.publication import publish_row
+from v41_kernels.kernels.stages.publication import publish_rows
 from v41_kernels.kernels.stages.quantisers import MX_GROUP, window_bytes
-from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 1
 COLUMN_TILE = 512
@@ -24,11 +23,8 @@ def make_entry(*, HEAD_DIM: int) -> Callable[..., None]:
         window_kv: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_INT8),
         window_kv_scale: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM // MX_GROUP], pypto.DT_INT8),
     ):
-        for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
-            slot = slots[token, 0]
-            if slot >= 0:
-                pypto.set_vec_tile_shapes(ROW_TILE, min(HEAD_DIM, COLUMN_TILE))
-                row = row_tile(kv, ROW_TILE, token, 1, HEAD_DIM)
-                publish_row(row, slot, window_kv, window_kv_scale, HEAD_DIM, MX_GROUP, window_bytes)
+        publish_rows(
+            kv, slots, num_tokens[0], window_kv, window_kv_scale, HEAD_DIM, COLUMN_TILE, MX_GROUP, window_bytes
+        )
 
     return publish_window_kv

@@ -5,9 +5,7 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.linear import divisor_tile, fp8_product, quantised_rows
-from v41_kernels.kernels.stages.projections import normed
-from v41_kernels.kernels.stages.rows import row_tile
+from v41_kernels.kernels.stages.projections import fp8_projection, normed
 
 ROW_TILE = 8
 COLUMN_TILE = 128
@@ -17,7 +15,6 @@ COLUMN_TILE = 128
 
 def make_entry(*, D: int, Q_LORA: int, eps: float) -> Callable[..., None]:
     """The entry for `D` channels and a latent of `Q_LORA`."""
-    n_tile = divisor_tile(Q_LORA, COLUMN_TILE, 32)
 
     def q_proj_qr(
         x: pypto.Tensor([pypto.DYNAMIC, D], pypto.DT_BF16),
@@ -31,14 +28,7 @@ def make_entry(*, D: int, Q_LORA: int, eps: float) -> Callable[..., None]:
         for tile in pypto.loop((active + ROW_TILE - 1) // ROW_TILE, name="TILES", idx_name="tile"):
             first = tile * ROW_TILE
             rows = pypto.min(active - first, ROW_TILE)
-            pypto.set_vec_tile_shapes(ROW_TILE, min(D, 512))
-            x_tile = quantised_rows(row_tile(x, ROW_TILE, first, rows, D), ROW_TILE, rows, D)
-            projected = pypto.tensor([ROW_TILE, Q_LORA], pypto.DT_BF16, "projected")
-            for part in pypto.loop(Q_LORA // n_tile, name="OUTPUTS", idx_name="part"):
-                column = part * n_tile
-                y_tile = fp8_product(x_tile, ROW_TILE, rows, wq_a, wq_a_scale, column, n_tile, D)
-                pypto.set_vec_tile_shapes(ROW_TILE, n_tile)
-                pypto.assemble(pypto.cast(y_tile, pypto.DT_BF16), [0, column], projected)
+            projected = fp8_projection(x, wq_a, wq_a_scale, first, rows, ROW_TILE, Q_LORA, D, COLUMN_TILE)
             for _once in pypto.loop(1, name="NORM", idx_name="once"):
                 pypto.assemble(normed(projected, q_norm, ROW_TILE, rows, Q_LORA, eps), [first, 0], qr)
 

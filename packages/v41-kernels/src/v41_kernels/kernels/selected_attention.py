@@ -6,7 +6,7 @@ from typing import Any
 
 import pypto
 
-from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, attended, begin
+from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, begun, write_attended
 from v41_kernels.kernels.stages.cache_rows import compressed_rows, gathered, live_columns, window_rows
 
 ROW_TILE = 1
@@ -61,8 +61,7 @@ def walk(
                 place += count
             pypto.set_vec_tile_shapes(H, COLUMN_TILE)
             q_tile = pypto.view(q, [H, width], [token * H, 0])
-            maximum, denominator, accumulator = state
-            attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H, total, width, width**-0.5)
+            attend_chunk(q_tile, rows, live, state, H, total, width)
 
 
 def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int, INDEX_TOPK: int) -> Callable[..., None]:
@@ -81,19 +80,10 @@ def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int, INDEX_TOPK: int) -> 
         o: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
     ):
         for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
-            maximum = pypto.tensor([H_local, 1], pypto.DT_FP32, "maximum")
-            denominator = pypto.tensor([H_local, 1], pypto.DT_FP32, "denominator")
-            accumulator = pypto.tensor([H_local, HEAD_DIM], pypto.DT_FP32, "accumulator")
-            for _once in pypto.loop(1, name="BEGIN", idx_name="once"):
-                begin(maximum, denominator, accumulator, H_local, HEAD_DIM)
-            state = [maximum, denominator, accumulator]
+            state = begun(H_local, HEAD_DIM)
             window = [window_kv, window_kv_scale, window_indices]
             selection = [compressed_kv, compressed_kv_scale, topk_rows]
             walk(q, state, window, selection, token, H_local, HEAD_DIM, WINDOW, INDEX_TOPK)
-            for _once in pypto.loop(1, name="END", idx_name="once"):
-                pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
-                sink = pypto.reshape(attn_sink, [H_local, 1])
-                result = attended(maximum, denominator, accumulator, sink, H_local, HEAD_DIM)
-                pypto.assemble(result, [token * H_local, 0], o)
+            write_attended(state, attn_sink, o, token, H_local, HEAD_DIM)
 
     return selected_attention

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, attended, begin
+from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, begun, write_attended
 from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 1
@@ -16,7 +16,6 @@ COLUMN_TILE = 64
 
 def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., None]:
     """The entry for `H_local` heads and lists of `ATTENDED` entries, whose last chunk may be ragged."""
-    scale = HEAD_DIM**-0.5
 
     def sparse_attention(
         q: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
@@ -27,11 +26,7 @@ def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., N
         o: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
     ):
         for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
-            maximum = pypto.tensor([H_local, 1], pypto.DT_FP32, "maximum")
-            denominator = pypto.tensor([H_local, 1], pypto.DT_FP32, "denominator")
-            accumulator = pypto.tensor([H_local, HEAD_DIM], pypto.DT_FP32, "accumulator")
-            for _once in pypto.loop(1, name="BEGIN", idx_name="once"):
-                begin(maximum, denominator, accumulator, H_local, HEAD_DIM)
+            state = begun(H_local, HEAD_DIM)
             for chunk in pypto.loop((ATTENDED + CHUNK - 1) // CHUNK, name="CHUNKS", idx_name="chunk"):
                 start = chunk * CHUNK
                 entries = pypto.min(ATTENDED - start, CHUNK)
@@ -40,13 +35,7 @@ def make_entry(*, H_local: int, HEAD_DIM: int, ATTENDED: int) -> Callable[..., N
                 rows = row_tile(kv, CHUNK, token * ATTENDED + start, entries, HEAD_DIM)
                 flags = pypto.view(valid, [1, CHUNK], [token, start], valid_shape=[1, entries])
                 live = pypto.where(flags, 1.0, 0.0)
-                attend_chunk(
-                    q_tile, rows, live, maximum, denominator, accumulator, H_local, CHUNK, HEAD_DIM, scale, entries
-                )
-            for _once in pypto.loop(1, name="END", idx_name="once"):
-                pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
-                sink = pypto.reshape(attn_sink, [H_local, 1])
-                result = attended(maximum, denominator, accumulator, sink, H_local, HEAD_DIM)
-                pypto.assemble(result, [token * H_local, 0], o)
+                attend_chunk(q_tile, rows, live, state, H_local, CHUNK, HEAD_DIM, entries)
+            write_attended(state, attn_sink, o, token, H_local, HEAD_DIM)
 
     return sparse_attention

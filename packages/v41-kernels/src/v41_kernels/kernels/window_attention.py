@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, attended, begin
+from v41_kernels.kernels.stages.attention import CHUNK, attend_chunk, begun, write_attended
 from v41_kernels.kernels.stages.cache_rows import gathered, live_columns, window_rows
 from v41_kernels.kernels.stages.linear import divisor_tile
 
@@ -16,7 +16,6 @@ COLUMN_TILE = 64
 
 def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int) -> Callable[..., None]:
     """The entry for `H_local` heads and windows of `WINDOW` tokens."""
-    scale = HEAD_DIM**-0.5
     count = divisor_tile(WINDOW, CHUNK)
 
     def window_attention(
@@ -29,11 +28,7 @@ def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int) -> Callable[..., Non
         o: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
     ):
         for token in pypto.loop(num_tokens[0], name="TOKENS", idx_name="token"):
-            maximum = pypto.tensor([H_local, 1], pypto.DT_FP32, "maximum")
-            denominator = pypto.tensor([H_local, 1], pypto.DT_FP32, "denominator")
-            accumulator = pypto.tensor([H_local, HEAD_DIM], pypto.DT_FP32, "accumulator")
-            for _once in pypto.loop(1, name="BEGIN", idx_name="once"):
-                begin(maximum, denominator, accumulator, H_local, HEAD_DIM)
+            state = begun(H_local, HEAD_DIM)
             for chunk in pypto.loop(WINDOW // count, name="CHUNKS", idx_name="chunk"):
                 start = chunk * count
                 codes = gathered(window_kv, window_indices, token, start, count, HEAD_DIM)
@@ -42,11 +37,7 @@ def make_entry(*, H_local: int, HEAD_DIM: int, WINDOW: int) -> Callable[..., Non
                 live = live_columns(window_indices, token, start, count)
                 pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
                 q_tile = pypto.view(q, [H_local, HEAD_DIM], [token * H_local, 0])
-                attend_chunk(q_tile, rows, live, maximum, denominator, accumulator, H_local, count, HEAD_DIM, scale)
-            for _once in pypto.loop(1, name="END", idx_name="once"):
-                pypto.set_vec_tile_shapes(H_local, COLUMN_TILE)
-                sink = pypto.reshape(attn_sink, [H_local, 1])
-                result = attended(maximum, denominator, accumulator, sink, H_local, HEAD_DIM)
-                pypto.assemble(result, [token * H_local, 0], o)
+                attend_chunk(q_tile, rows, live, state, H_local, count, HEAD_DIM)
+            write_attended(state, attn_sink, o, token, H_local, HEAD_DIM)
 
     return window_attention

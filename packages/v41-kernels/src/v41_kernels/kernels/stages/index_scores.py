@@ -33,24 +33,18 @@ def score_keys(q: Any, weights: Any, token: Any, keys: Any, key_scale: Any, firs
     return pypto.reshape(scores, [1, KEY_TILE])
 
 
-def score_row(
-    scores: Any,
-    q: Any,
-    weights: Any,
-    token: Any,
-    keys: Any,
-    key_scale: Any,
-    table: Any,
-    request: Any,
-    length: Any,
-    IH: int,
-    ID: int,
-) -> None:
-    """Scores of a token's first `length` entries into BF16 `scores` `[1, ...]`; `table` INT32 `[B, PAGES]`.
+def token_scores(
+    q: Any, weights: Any, token: Any, keys: Any, key_scale: Any, table: Any, request: Any, length: Any,
+    pages: int, IH: int, ID: int,
+) -> Any:  # fmt: skip
+    """Scores of a token's first `length` entries, BF16 `[1, max(pages, 1) * 128]`; `table` INT32 `[B, pages]`.
 
     Behind the last entry, up to a whole tile and at least one, stands whatever the page holds. A page that is not there
-    (-1) has keys of zero.
+    (-1) has keys of zero. Without pages nothing is written.
     """
+    scores = pypto.tensor([1, max(pages, 1) * BLOCK_ROWS], pypto.DT_BF16, "scores")
+    if pages == 0:
+        return scores
     # One tile at least: what is never written cannot be read, not even behind its last entry.
     tiles = pypto.max((length + KEY_TILE - 1) // KEY_TILE, 1)
     for tile in pypto.loop(tiles, name="KEYS", idx_name="key_tile"):
@@ -62,3 +56,4 @@ def score_row(
         else:
             pypto.set_vec_tile_shapes(1, KEY_TILE)
             pypto.assemble(pypto.full([1, KEY_TILE], 0.0, pypto.DT_BF16), [0, column], scores)
+    return scores

@@ -10,6 +10,7 @@ from typing import Any
 import pypto
 
 from v41_kernels.kernels.stages.quantisers import groups_of
+from v41_kernels.kernels.stages.rows import row_tile
 
 
 def publish_row(
@@ -23,3 +24,15 @@ def publish_row(
     pypto.assemble(pypto.reshape(codes, [1, code_bytes]), [slot, 0], payload)
     pypto.set_vec_tile_shapes(1, max(groups, 32))
     pypto.assemble(pypto.reshape(factors, [1, groups]), [slot, 0], scale)
+
+
+def publish_rows(
+    rows: Any, slots: Any, count: Any, payload: Any, scale: Any, width: int, columns: int, group: int,
+    encode: Callable[[Any], tuple[Any, Any]],
+) -> None:  # fmt: skip
+    """Writes each of `count` BF16 rows `[T, width]` at its slot, those of -1 not; a row is read by `columns`."""
+    for token in pypto.loop(count, name="TOKENS", idx_name="token"):
+        slot = slots[token, 0]
+        if pypto.cond(slot >= 0):
+            pypto.set_vec_tile_shapes(1, min(width, columns))
+            publish_row(row_tile(rows, 1, token, 1, width), slot, payload, scale, width, group, encode)

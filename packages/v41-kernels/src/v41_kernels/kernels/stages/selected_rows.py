@@ -4,6 +4,7 @@ from typing import Any
 
 import pypto
 
+from v41_kernels.kernels.stages.index_scores import BLOCK_ROWS
 from v41_kernels.kernels.stages.rows import column_indices
 from v41_kernels.kernels.stages.selection import NOTHING, best_scores, cutoff, taken
 from v41_kernels.kernels.stages.tile_shapes import tile_columns
@@ -11,7 +12,6 @@ from v41_kernels.kernels.stages.tile_shapes import tile_columns
 ENTRY_TILE = 1024
 # Why: 1,024 entries beside the 512 best so far are a row of 6 KB for the sorter, and a running count over more than
 # 1,024 columns is refused by the compiler.
-_BLOCK_ROWS = 128
 _NOWHERE = -1e9  # behind every position, all of which are negated here: the best key is the lowest position
 
 
@@ -35,6 +35,12 @@ def inside_blocks(scores: Any, kept_blocks: Any, token: Any, first: Any, blocks:
     entries = pypto.reshape(pypto.expand_clone(column, [count, size]), [1, C])
     pypto.set_vec_tile_shapes(1, C)
     return pypto.where(pypto.gt(entries, 0.5), scores, NOTHING)
+
+
+def eligible(scores: Any, length: Any, first: Any, C: int, kept_blocks: Any, token: Any, blocks: int, size: int) -> Any:
+    """FP32 `[1, C]` of `scores` from `first` on; -inf behind the last entry and outside `kept_blocks`, if any."""
+    part = scores_of_chunk(scores, first, pypto.min(length - first, C), C)
+    return part if kept_blocks is None else inside_blocks(part, kept_blocks, token, first, blocks, C, size)
 
 
 def write_best_rows(
@@ -67,15 +73,11 @@ def write_best_rows(
     chunks = (length + C - 1) // C
     for chunk in pypto.loop(chunks, name="ENTRY_SCORES", idx_name="entry_chunk"):
         first = chunk * C
-        part = scores_of_chunk(scores, first, pypto.min(length - first, C), C)
-        if kept_blocks is not None:
-            part = inside_blocks(part, kept_blocks, token, first, blocks, C, size)
+        part = eligible(scores, length, first, C, kept_blocks, token, blocks, size)
         best[:] = best_scores(best, part, K, C)
     for chunk in pypto.loop(chunks, name="ENTRY_CHOICE", idx_name="pick_chunk"):
         first = chunk * C
-        part = scores_of_chunk(scores, first, pypto.min(length - first, C), C)
-        if kept_blocks is not None:
-            part = inside_blocks(part, kept_blocks, token, first, blocks, C, size)
+        part = eligible(scores, length, first, C, kept_blocks, token, blocks, size)
         last, room = cutoff(best, K)
         chosen, equal = taken(part, last, room, seen, C)
         numbers = column_indices(C)
@@ -97,18 +99,18 @@ def write_physical_rows(keys: Any, length: Any, table: Any, request: Any, topk_r
     pypto.set_vec_tile_shapes(1, tile_columns(K, K + 16))
     block[:] = pypto.full([1, K], 0.0, pypto.DT_FP32)
     page[:] = pypto.full([1, 1], 0.0, pypto.DT_FP32)
-    for column in pypto.loop((length + _BLOCK_ROWS - 1) // _BLOCK_ROWS, name="PAGES", idx_name="page_column"):
+    for column in pypto.loop((length + BLOCK_ROWS - 1) // BLOCK_ROWS, name="PAGES", idx_name="page_column"):
         pypto.set_vec_tile_shapes(1, tile_columns(K, K + 16))
         here = pypto.cast(pypto.view(table, [1, 1], [request, column]), pypto.DT_FP32)
-        page_of = pypto.floor(keys * (-1.0 / _BLOCK_ROWS))
+        page_of = pypto.floor(keys * (-1.0 / BLOCK_ROWS))
         block[:] = pypto.where(pypto.eq(page_of, page), here, block)
         page[:] = page + 1.0
     for _ in pypto.loop(1, name="ROWS", idx_name="rows_once"):
         pypto.set_vec_tile_shapes(1, tile_columns(K, K + 16))
         live = pypto.gt(keys, 0.5 * _NOWHERE)
-        offset = keys * (-1.0) - pypto.floor(keys * (-1.0 / _BLOCK_ROWS)) * float(_BLOCK_ROWS)
+        offset = keys * (-1.0) - pypto.floor(keys * (-1.0 / BLOCK_ROWS)) * float(BLOCK_ROWS)
         first = pypto.where(live, block, 0.0)
         within = pypto.where(live, offset, -1.0)
         # As INT32: a row number of a large pool has more bits than FP32.
-        rows = pypto.cast(first, pypto.DT_INT32) * _BLOCK_ROWS + pypto.cast(within, pypto.DT_INT32)
+        rows = pypto.cast(first, pypto.DT_INT32) * BLOCK_ROWS + pypto.cast(within, pypto.DT_INT32)
         pypto.assemble(rows, [token, 0], topk_rows)
