@@ -16,7 +16,7 @@ from v41_model.command_options import (
     opened_weights,
     set_threads,
 )
-from v41_model.traffic_account import site_accounts
+from v41_model.traffic_account import SiteAccount, site_accounts
 from v41_model.traffic_formula import ATTENTION_BOUNDARY, half_layer_bytes
 from v41_model.traffic_run import STEPS, MeasuredStep, StepShape, TrafficModel, flash_at_two_layers, measure_step
 from v41_model.wiring import Wiring
@@ -64,10 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
             print(line)
         agree = True
         for name in arguments.steps:
-            measured[name] = [measure_step(world, model, STEPS[name], wiring) for wiring in Wiring]
-            for line in _report(name, STEPS[name], model, layout, measured[name]):
+            steps = measured[name] = [measure_step(world, model, STEPS[name], wiring) for wiring in Wiring]
+            accounts = [site_accounts(model, step) for step in steps]
+            for line in _report(name, STEPS[name], model, steps, accounts):
                 print(line, flush=True)
-            agree &= all(account.agrees for step in measured[name] for account in site_accounts(model, step))
+            agree &= all(account.agrees for sites in accounts for account in sites)
         if arguments.records is not None and 0 in world.local_ranks:
             write_records(arguments.records, measured)
     print("measured bytes equal the formula" if agree else "MEASURED BYTES DIFFER FROM THE FORMULA")
@@ -81,16 +82,20 @@ def _preamble(model: TrafficModel, layout: ParallelLayout, world: str) -> Iterat
 
 
 def _report(
-    name: str, shape: StepShape, model: TrafficModel, layout: ParallelLayout, steps: Sequence[MeasuredStep]
+    name: str,
+    shape: StepShape,
+    model: TrafficModel,
+    steps: Sequence[MeasuredStep],
+    accounts: Sequence[Sequence[SiteAccount]],
 ) -> Iterator[str]:
     yield ""
     yield f"{name}: {shape.requests} requests of {shape.rows} rows in each DP group, T = {shape.group_rows}"
     mapping = steps[0].groups[0].mapping
-    for step in steps:
+    for step, sites in zip(steps, accounts, strict=True):
         yield f"  {step.wiring.value}: step of all ranks {step.seconds:.3f} s"
         header = ("site", "collective", "calls", "sent B/call", "received B/call", "formula", "ms/call")
         yield "    {:18}{:22}{:>6}{:>24}{:>24}{:>9}{:>10}".format(*header)
-        for account in site_accounts(model, step):
+        for account in sites:
             sent, received = (
                 _span(getattr(account.fewest, way) // account.calls, getattr(account.most, way) // account.calls)
                 for way in ("sent", "received")
