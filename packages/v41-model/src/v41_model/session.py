@@ -127,8 +127,7 @@ class ModelSession:
         Errors: :class:`SessionError` when the session is closed, or for a budget that the model has no use for; what
         there was is untouched then.
         """
-        if not self._ranks:
-            raise SessionError("ModelSession.allocate", "a closed session", "an open one")
+        self._require_open("allocate")
         if isinstance(budget, CapacityPlan):
             if budget.config != self.config or budget.layout != self.layout:
                 found = f"a plan for {budget.layout} of {'this' if budget.config == self.config else 'another'} model"
@@ -233,7 +232,6 @@ class ModelSession:
         """Release weights and caches; the session cannot be used again."""
         self._ranks.clear()
         self._memory = None
-        self._failure = SessionError("ModelSession", "a closed session", "an open one")
 
     def __enter__(self) -> ModelSession:
         return self
@@ -241,9 +239,12 @@ class ModelSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ready(self, batches: Sequence[StepBatch]) -> _Memory:
+    def _require_open(self, method: str) -> None:
         if not self._ranks:
-            raise SessionError("ModelSession.step", "a closed session", "an open one")
+            raise SessionError(f"ModelSession.{method}", "a closed session", "an open one")
+
+    def _ready(self, batches: Sequence[StepBatch]) -> _Memory:
+        self._require_open("step")
         if self._failure is not None:
             raise SessionError(
                 "ModelSession.step", str(self._failure) or repr(self._failure), "a session in which no step has failed"
