@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -21,6 +22,11 @@ def test_list_names_one_operator_a_line(capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(OPERATORS)
     assert main(["list", "--json"]) == 0
     assert [entry["operator"] for entry in json.loads(capsys.readouterr().out)] == list(OPERATORS)
+
+
+def test_the_package_is_its_command() -> None:
+    listed = subprocess.run([sys.executable, "-m", "v41_kernels", "list"], capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(OPERATORS)
 
 
 def test_devices_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,4 +97,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["inspect", out]) == 0
     assert main(["synth", "--preset", "flash", "--out", str(tmp_path / "more")]) == 2
     assert "a seed for flash" in capsys.readouterr().err
+    assert main(["synth", "--preset", "tiny", "--headers-only", "--seed", "3", "--out", str(tmp_path / "more")]) == 2
+    assert "no seed with --headers-only" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()

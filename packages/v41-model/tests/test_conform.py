@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from v41_config import TINY
@@ -281,6 +281,28 @@ class TestCommand:
         assert main(arguments) == 2
         assert "nothing to replay" in capsys.readouterr().err
         assert not out.exists()
+
+    def test_a_request_of_forward_is_replayed(
+        self, tiny_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """With decode steps behind it, of several, to the bit; a changed element is found; a file needs a choice."""
+        requests, vectors = tmp_path / "requests.json", tmp_path / "out.safetensors"
+        requests.write_text('{"requests": [[0, 17, 42], [0, 99]]}')
+        written = ["--requests", str(requests), "--tp", "2", "--decode", "3", "--capture", "layers"]
+        assert main(["forward", "--checkpoint", str(tiny_directory), *written, "--out", str(vectors)]) == 0
+        arguments = ["conform", "--checkpoint", str(tiny_directory), "--vectors", str(vectors), "--differing"]
+        for request in ("0", "1"):
+            capsys.readouterr()
+            assert main([*arguments, "--request", request, "--max-relative-l2", "0.01"]) == 0
+            assert capsys.readouterr().out.splitlines()[-1].startswith("PASS")
+        for choice, said in (([], "chosen with --request"), (["--request", "2"], "one of the file's requests, [0, 1]")):
+            assert main([*arguments, *choice]) == 2
+            assert said in capsys.readouterr().err
+        tensors = load_file(vectors)
+        tensors["request.1.layer.05.moe_out"] = -tensors["request.1.layer.05.moe_out"]
+        save_file(tensors, vectors)
+        assert main([*arguments, "--request", "1", "--max-relative-l2", "0.01"]) == 1
+        assert "first: layer-local layer.05.moe_out" in capsys.readouterr().out
 
     def test_unknown_tensors_are_listed(
         self, dump: dict[str, Tensor], tiny_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
