@@ -17,18 +17,21 @@ from v41_goldens.attention_stages import physical_rows
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.indexer import IndexQueries
 from v41_goldens.judges import logical_entries
-from v41_goldens.paged_cache import RowCache
 from v41_goldens.weights import AttentionWeights
-from v41_model.operator_call import Arguments, OperatorCalls, packed_weight, rope_rows
+from v41_model.operator_call import (
+    Arguments,
+    OperatorCalls,
+    compressor_weights,
+    index_key_weights,
+    packed_weight,
+    pool,
+    rope_rows,
+)
 from v41_model.step_limits import StepLimits
 
 __all__ = ["ATTENTION_CALLS"]
 
 INDEXED_MODES = (AttentionMode.C2A_FULL, AttentionMode.C1A_FULL, AttentionMode.C1A_REINDEX)
-
-
-def _pool(name: str, cache: RowCache) -> Arguments:
-    return {name: cache.payload, f"{name}_scale": cache.scale}
 
 
 def _kept_blocks(ctx: ForwardContext) -> Tensor:
@@ -50,7 +53,7 @@ def _index_operands(ctx: ForwardContext, layer: LayerConfig) -> Arguments:
     if source is None:
         return {}
     return {
-        **_pool("index_key", ctx.caches.index_key[source]),
+        **pool("index_key", ctx.caches.index_key[source]),
         "compressed_block_table": meta.compressed_block_tables[source],
         "compressed_lens": meta.compressed_lens[source],
         "token_to_req_indices": meta.token_to_req_indices,
@@ -110,7 +113,7 @@ class _Attention:
             **rope_rows(*ctx.query_rope(layer)),
             "window_slots": meta.window_slots,
             "window_indices": meta.window_indices,
-            **_pool("window_kv", ctx.caches.window[layer.layer_id]),
+            **pool("window_kv", ctx.caches.window[layer.layer_id]),
             "q_norm": weights.q_norm,
             "kv_norm": weights.kv_norm,
             "attn_sink": weights.attn_sink,
@@ -121,7 +124,7 @@ class _Attention:
         for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"):
             given |= packed_weight(name, getattr(weights, name))
         if source is not None:
-            given |= _pool("compressed_kv", ctx.caches.compressed[source])
+            given |= pool("compressed_kv", ctx.caches.compressed[source])
         if layer.owns_kv and source is not None:
             given |= self._source_operands(ctx, layer, weights, source)
         if weights.indexer is not None:
@@ -137,17 +140,14 @@ class _Attention:
         assert compressor is not None
         assert keys is not None
         given: Arguments = {
-            "compressor_wkv": compressor.wkv,
-            "compressor_norm": compressor.norm,
-            "index_wk": keys.wk,
-            "index_k_norm": keys.k_norm,
+            **compressor_weights(compressor),
+            **index_key_weights(keys),
             **rope_rows(*ctx.compressed_rope(layer), "compressed_"),
             "compressed_slots": meta.compressed_slots[source],
             "index_slots": meta.index_slots[source],
         }
         if compressor.wgate is not None:
             given |= {
-                "compressor_wgate": compressor.wgate,
                 "state_block_table": meta.state_block_tables[source],
                 "state_cache": ctx.caches.state[source],
             }
@@ -162,9 +162,7 @@ class _Attention:
         by_name = {"output_partial": result, "kept_blocks": _kept_blocks(ctx).clone()}
         if layer.owns_index:
             by_name["topk_rows"] = ctx.topk[layer.layer_id]
-        return tuple(
-            by_name[tensor.name] for tensor in find_operator(self.operator).tensors if tensor.direction == "out"
-        )
+        return tuple(by_name[name] for name in self._out)
 
     def restored(self, given: tuple[Any, ...], result: Any, values: Sequence[Tensor]) -> Any:
         ctx, layer, *_ = given

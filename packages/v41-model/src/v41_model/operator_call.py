@@ -9,9 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from v41_config import OperatorError, OperatorSpec, find_operator
-from v41_goldens.weights import Fp4Weight, Fp8Weight
+from v41_goldens.paged_cache import RowCache
+from v41_goldens.weights import CompressorWeights, Fp4Weight, Fp8Weight, IndexKeyWeights
 
-__all__ = ["Arguments", "OperatorCalls", "packed_weight", "rope_rows"]
+__all__ = [
+    "Arguments",
+    "OperatorCalls",
+    "compressor_weights",
+    "index_key_weights",
+    "packed_weight",
+    "pool",
+    "rope_rows",
+]
 
 Arguments = dict[str, Any]
 
@@ -77,3 +86,19 @@ def packed_weight(name: str, weight: Fp8Weight | Fp4Weight) -> Arguments:
 def rope_rows(cos: Tensor, sin: Tensor, prefix: str = "") -> Arguments:
     """RoPE rows under the contract's names."""
     return {f"{prefix}rope_cos": cos, f"{prefix}rope_sin": sin}
+
+
+def pool(name: str, cache: RowCache) -> Arguments:
+    """A paged cache under the contract's names."""
+    return {name: cache.payload, f"{name}_scale": cache.scale}
+
+
+def compressor_weights(weights: CompressorWeights) -> Arguments:
+    """A compressor's weights under the contract's names; that of ratio 1 has no gate."""
+    gate = {} if weights.wgate is None else {"compressor_wgate": weights.wgate}
+    return {"compressor_wkv": weights.wkv, "compressor_norm": weights.norm, **gate}
+
+
+def index_key_weights(weights: IndexKeyWeights) -> Arguments:
+    """An index key's weights under the contract's names."""
+    return {"index_wk": weights.wk, "index_k_norm": weights.k_norm}

@@ -23,7 +23,15 @@ from v41_goldens.weights import (
     IndexKeyWeights,
 )
 from v41_model.attention_calls import ATTENTION_CALLS
-from v41_model.operator_call import Arguments, OperatorCalls, packed_weight, rope_rows
+from v41_model.operator_call import (
+    Arguments,
+    OperatorCalls,
+    compressor_weights,
+    index_key_weights,
+    packed_weight,
+    pool,
+    rope_rows,
+)
 
 __all__ = ["CALLS"]
 
@@ -68,14 +76,8 @@ def _kv_proj_rope(x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor
     return {"x": x, **packed_weight("wkv", weights.wkv), "kv_norm": weights.kv_norm, **rope_rows(cos, sin)}
 
 
-def _compressor(weights: CompressorWeights) -> Arguments:
-    operands = {"compressor_wkv": weights.wkv, "compressor_norm": weights.norm}
-    gate = {} if weights.wgate is None else {"compressor_wgate": weights.wgate}
-    return {**operands, **gate}
-
-
 def _compress_ratio_1(x: Tensor, weights: CompressorWeights, _: ModelConfig) -> Arguments:
-    return {"x": x, **_compressor(weights)}
+    return {"x": x, **compressor_weights(weights)}
 
 
 def _compress_ratio_2(
@@ -83,7 +85,7 @@ def _compress_ratio_2(
 ) -> Arguments:
     return {
         "x": x,
-        **_compressor(weights),
+        **compressor_weights(weights),
         "query_start_loc": rows.starts.int(),
         "position_ids": rows.position.int(),
         "token_to_req_indices": rows.request.int(),
@@ -94,13 +96,12 @@ def _compress_ratio_2(
 
 
 def _index_keys(latent: Tensor, weights: IndexKeyWeights, cos: Tensor, sin: Tensor, _: ModelConfig) -> Arguments:
-    operands = {"latent": latent, "index_wk": weights.wk, "index_k_norm": weights.k_norm}
-    return {**operands, **rope_rows(cos, sin, "compressed_")}
+    return {"latent": latent, **index_key_weights(weights), **rope_rows(cos, sin, "compressed_")}
 
 
-def _published(rows: str, pool: str) -> Callable[..., Arguments]:
+def _published(rows: str, name: str) -> Callable[..., Arguments]:
     def arguments(cache: RowCache, slots: Tensor, values: Tensor) -> Arguments:
-        return {rows: values, "slots": slots, pool: cache.payload, f"{pool}_scale": cache.scale}
+        return {rows: values, "slots": slots, **pool(name, cache)}
 
     return arguments
 
