@@ -35,9 +35,10 @@ from v41_goldens.judges import (
     logical_entries,
     reference_index_scores,
 )
+from v41_goldens.modes import first_layer
 from v41_goldens.operators import golden
 from v41_goldens.operators.call import Call
-from v41_goldens.operators.operand_context import layer_of, operand_context
+from v41_goldens.operators.operand_context import operand_context
 
 Candidate = Callable[[Sequence[BoundOperator], Arguments], object]
 """An operator over all ranks: writes into the destinations among each rank's arguments."""
@@ -132,7 +133,7 @@ def _judge_selections(
 @torch.inference_mode()
 def _reference_scores(call: Call, mode: AttentionMode, expected: Mapping[str, object]) -> Tensor:
     """The golden's scores `[active rows, n]`, from its own caches as it left them."""
-    layer = layer_of(call, mode)
+    layer = first_layer(call.config, mode, call.bound.spec.name)
     context = operand_context(call, layer)
     if "index_q" in call.tensors:
         alone = dataclasses.replace(context, capture=Capture())

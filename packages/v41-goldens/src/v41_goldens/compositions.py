@@ -14,7 +14,6 @@ from torch import Tensor
 
 from v41_config import AttentionMode
 from v41_goldens.block import block, entry_streams
-from v41_goldens.errors import OperandError
 from v41_goldens.fixtures import FixtureBatch, FixtureCase, fixture_batch
 from v41_goldens.fixtures.batch import selection
 from v41_goldens.fixtures.random_layer import random_checkpoint, random_layer, random_model
@@ -26,7 +25,7 @@ from v41_goldens.hyper_connections import mhc_mixes, mhc_post, mhc_pre
 from v41_goldens.judges import judge_equal_bits, judge_row_bounds
 from v41_goldens.linear import fp32_linear
 from v41_goldens.model import boundary_logits
-from v41_goldens.modes import ATTENTION
+from v41_goldens.modes import ATTENTION, first_layer
 from v41_goldens.moe import moe
 from v41_goldens.reference_engine import ReferenceEngine
 from v41_goldens.rms_norm import rms_norm
@@ -51,10 +50,7 @@ def _validate_block(mode: AttentionMode, case: FixtureCase) -> GoldenRun:
     """`block`, against its two halves written out with the delayed pre-mix: each sublayer collapses with what the one
     before has computed, and hands its own on."""
     config = case.config
-    layers = [layer for layer in config.layers if layer.mode is mode]
-    if not layers:
-        raise OperandError(f"block_{mode.value}", f"a model without {mode.title}", f"a model with {mode.title} layers")
-    layer, eps = layers[0], config.rms_norm_eps
+    layer, eps = first_layer(config, mode, f"block_{mode.value}"), config.rms_norm_eps
     weights, random = random_layer(config, layer.layer_id, case.seed), RandomTensors(case.seed)
     tokens = case.active(0)
     x_hc = random.normal("x_hc", (tokens, config.hc_mult, config.hidden_size)).bfloat16()

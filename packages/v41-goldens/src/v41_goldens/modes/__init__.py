@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from v41_config import AttentionMode
+from v41_config import AttentionMode, LayerConfig, ModelConfig
+from v41_goldens.errors import OperandError
 from v41_goldens.modes.c1a_full import attn_c1a_full
 from v41_goldens.modes.c1a_reindex import attn_c1a_reindex
 from v41_goldens.modes.c1a_reuse import attn_c1a_reuse
@@ -23,6 +24,19 @@ ATTENTION: dict[AttentionMode, Callable[..., Tensor]] = {
     AttentionMode.C1A_REUSE: attn_c1a_reuse,
 }
 """The attention of each mode."""
+
+
+def first_layer(config: ModelConfig, mode: AttentionMode, where: str) -> LayerConfig:
+    """The first layer of a mode, for whom it does not matter which one it is; `where` is its place in an error.
+
+    Raises:
+        OperandError: the model has no such layer.
+    """
+    for layer in config.layers:
+        if layer.mode is mode:
+            return layer
+    raise OperandError(where, f"a model without {mode.title}", f"a model with {mode.title} layers")
+
 
 ATTENTION_ENTRIES: dict[str, Callable[..., Tensor]] = {
     f"{phase}_attn_{mode.value}": attention for phase in ("prefill", "decode") for mode, attention in ATTENTION.items()

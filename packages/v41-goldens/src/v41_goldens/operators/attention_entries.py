@@ -9,17 +9,17 @@ from torch import Tensor
 from v41_config import AttentionMode
 from v41_goldens.capture import layer_key
 from v41_goldens.hyper_connections import mhc_mixes, mhc_post, mhc_pre
-from v41_goldens.modes import ATTENTION
+from v41_goldens.modes import ATTENTION, first_layer
 from v41_goldens.operators.call import Call, Results
 from v41_goldens.operators.golden import Golden, Ranks, each_rank, joint
-from v41_goldens.operators.operand_context import kept_blocks, layer_of, operand_context
+from v41_goldens.operators.operand_context import kept_blocks, operand_context
 from v41_goldens.rank_simulator import all_gather_tokens, all_reduce, reduce_scatter_tokens
 from v41_goldens.rms_norm import rms_norm
 
 
 def _attention(call: Call, mode: AttentionMode, x: Tensor) -> Results:
     """A mode's FP32 partial, and what it selects."""
-    layer = layer_of(call, mode)
+    layer = first_layer(call.config, mode, call.bound.spec.name)
     context = operand_context(call, layer)
     if call.selection is not None:
         context.injected = {layer_key(layer.layer_id, "topk"): call.selection}

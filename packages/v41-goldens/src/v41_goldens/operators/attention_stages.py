@@ -10,9 +10,10 @@ from v41_goldens.candidate_blocks import candidate_blocks
 from v41_goldens.compressor import CompressorRows, compress_ratio_1, compress_ratio_2
 from v41_goldens.errors import OperandError
 from v41_goldens.indexer import IndexQueries, index_keys, index_queries, select_entries
+from v41_goldens.modes import first_layer
 from v41_goldens.operators.call import Call, Results
 from v41_goldens.operators.golden import Golden, each_rank
-from v41_goldens.operators.operand_context import kept_blocks, layer_of, operand_context, row_cache
+from v41_goldens.operators.operand_context import kept_blocks, operand_context, row_cache
 from v41_goldens.output_projection import grouped_output, o_proj
 from v41_goldens.paged_cache import publish_compressed_kv, publish_index_key, publish_window_kv
 from v41_goldens.qkv import kv_proj_rope, q_proj_qr, q_proj_rope, qkv_proj_rope
@@ -90,7 +91,7 @@ def _candidate_blocks(c: Call) -> Results:
 
 def _indexer(mode: AttentionMode) -> Golden:
     def results(c: Call) -> Results:
-        layer = layer_of(c, mode)
+        layer = first_layer(c.config, mode, c.bound.spec.name)
         context = operand_context(c, layer)
         entries = select_entries(context, layer, IndexQueries(c["index_q"], c["index_weights"]))
         found = {"topk_rows": physical_rows(context, layer, entries)}

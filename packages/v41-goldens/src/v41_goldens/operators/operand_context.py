@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from v41_config import BLOCK_ROWS, AttentionMode, ForwardMetadata, LayerConfig
+from v41_config import BLOCK_ROWS, ForwardMetadata, LayerConfig
 from v41_goldens.errors import OperandError
 from v41_goldens.forward_context import DEFAULT_MAX_LOGITS_BYTES, ForwardContext
 from v41_goldens.operators.call import Call
@@ -44,18 +44,6 @@ class OperandContext(ForwardContext):
 def row_cache(call: Call, name: str) -> RowCache:
     """A paged cache among the operands: the caller's storage."""
     return RowCache(call[name], call[f"{name}_scale"], _DECODERS[name])
-
-
-def layer_of(call: Call, mode: AttentionMode) -> LayerConfig:
-    """The first layer of a mode; operands do not depend on which one it is.
-
-    Raises:
-        OperandError: the model has no such layer.
-    """
-    for layer in call.config.layers:
-        if layer.mode is mode:
-            return layer
-    raise OperandError(call.bound.spec.name, f"a model without {mode.title}", f"a model with {mode.title} layers")
 
 
 def operand_context(call: Call, layer: LayerConfig) -> OperandContext:
