@@ -14,6 +14,7 @@ from torch import Tensor
 
 from v41_config import LayoutError, ModelConfig, ParallelLayout
 from v41_goldens.gate import GateOutput
+from v41_goldens.rank_simulator import Dispatched
 from v41_goldens.weights import MoeWeights
 from v41_model.collective_log import Site
 from v41_model.communicator import ExpertCommunicator
@@ -30,23 +31,6 @@ def expert_owners(config: ModelConfig, layout: ParallelLayout, device: torch.dev
         held = layout.expert_range(config, rank)
         owners[held.start : held.stop] = rank
     return owners
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """What a rank's experts received, and what it takes to send the results back.
-
-    ``rows`` BF16 ``[R, D]``, ``expert_ids`` INT32 ``[R]`` and ``route_weights`` FP32 ``[R]`` are ordered by source
-    rank. ``assignment_order`` INT64 ``[n * k]`` lists this rank's own assignments (``token * k + choice``) in the
-    order they were sent in; ``send_counts`` and ``receive_counts`` are INT64 ``[ep]``.
-    """
-
-    rows: Tensor
-    expert_ids: Tensor
-    route_weights: Tensor
-    assignment_order: Tensor
-    send_counts: Tensor
-    receive_counts: Tensor
 
 
 def dispatch(
