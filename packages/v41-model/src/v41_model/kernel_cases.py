@@ -61,10 +61,14 @@ class KernelCase:
         return self.bound.spec.name
 
 
+_DECODED_WHOLE = frozenset({"q_proj_rope", "grouped_output", "o_proj"})
+"""Operators whose weights TP divides, and of which the interpreter keeps every decoded tile for each tile of rows."""
+
+
 def layout_of(name: str, config: ModelConfig) -> ParallelLayout:
-    """One rank, but for queries of FLASH's width: the interpreter keeps every head's decoded weights, and the memory of
-    an ordinary machine holds those of an eighth."""
-    large = name == "q_proj_rope" and config.num_attention_heads * config.head_dim * config.q_lora_rank > 1 << 24
+    """One rank, but for weights of FLASH's width of `_DECODED_WHOLE`: the memory of an ordinary machine holds those of
+    an eighth."""
+    large = name in _DECODED_WHOLE and config.num_attention_heads * config.head_dim * config.q_lora_rank > 1 << 24
     return ParallelLayout(tp=8) if large else ParallelLayout()
 
 
