@@ -15,7 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from v41_config import TINY, OperatorError, ParallelLayout, find_operator
+from v41_goldens.fixtures import FixtureCase, operator_fixture
 from v41_goldens.judges import judge_equal_bits
+from v41_goldens.operators import golden
 from v41_kernels import CHECKED_PASSES, OPERATORS, Executor, Tier
 from v41_model.kernel_cases import EXACT, HARD_CASES, KernelCase, judge
 from v41_model.kernel_verification import named_cases
@@ -95,6 +98,28 @@ def test_the_values_after_all_passes_are_like_the_golden(executor: Executor, nam
 def test_wide_flash_operators(executor: Executor, name: str) -> None:
     for case in cases_of(name, "flash6"):
         run_and_judge(executor, case)
+
+
+def test_experts_take_what_dispatch_wrote(executor: Executor) -> None:
+    """Ids as a transport wrote them, on a rank whose experts are not the model's first."""
+    case = FixtureCase(TINY, ParallelLayout(tp=2, dp=2), tokens=6, active_tokens=5, requests=2)
+    sent = operator_fixture("dispatch", case)
+    golden("dispatch").run_ranks(sent.bounds, sent.arguments)
+    rank = 2
+    held = case.layout.expert_range(TINY, rank)
+    received = int(sent.tensors(rank)["receive_counts"].sum())
+    weights = operator_fixture("routed_experts", case).tensors(rank)
+    operands = {name: weights[name] for name in weights if name.startswith("w")}
+    operands |= {name: sent.tensors(rank)[name] for name in ("rows", "row_expert_ids", "row_route_weights")}
+    operands["out"] = torch.full_like(operands["rows"], -7.0)
+    bound = find_operator("routed_experts").bind(TINY, case.layout, R=len(operands["rows"]))
+    call = KernelCase(bound, {**operands, "num_rows": received, "expert_start": held.start}, {}, received)
+    call.expected["out"] = operands["out"].clone()
+    golden("routed_experts").run(bound, {**call.arguments, **call.expected}, rank)
+    assert received
+    run_and_judge(executor, call)
+    with pytest.raises(OperatorError, match=r"row_expert_ids.*an expert from 0 to 3"):
+        executor.run("routed_experts", **{**call.arguments, "expert_start": 0})
 
 
 # ------------------------------------------------------------------------------------------- what the judges refuse

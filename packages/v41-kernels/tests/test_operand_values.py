@@ -14,6 +14,7 @@ from v41_kernels.arguments import BoundArguments, bind
 from v41_kernels.operand_values import check_operand_values
 
 ROWS, ACTIVE = 6, 5
+EXPERT_START = 3
 EXTENTS = {"T": ROWS, "B": 2, "G": 3, "R": ROWS, "CAPACITY": 64, "ENTRIES": 61, "PAGES": 2, "WINDOW_BLOCKS": 2,
            "COMPRESSED_BLOCKS": 4, "STATE_BLOCKS": 3}  # fmt: skip
 
@@ -23,8 +24,11 @@ def call(name: str, change: Callable[[dict[str, Tensor]], None] = lambda _: None
     spec = find_operator(name)
     shapes = spec.bind(TINY, None, **{symbol: EXTENTS[symbol] for symbol in spec.given}).tensors
     tensors = {t: torch.zeros(b.shape, dtype=getattr(torch, b.spec.dtype)) for t, b in shapes.items()}
+    if "row_expert_ids" in tensors:
+        tensors["row_expert_ids"] += EXPERT_START
     change(tensors)
-    counts = {s.name: ACTIVE for s in spec.scalars if isinstance(s, CountSpec)}
+    counts = {s.name: EXPERT_START if s.name == "expert_start" else ACTIVE
+              for s in spec.scalars if isinstance(s, CountSpec)}  # fmt: skip
     return bind(spec, {**tensors, **counts})
 
 
@@ -58,7 +62,9 @@ REFUSED = [
     ("decode_attn_c2a_reuse", "topk_rows", 512, (0, 3)),
     ("decode_attn_c1a_full", "compressed_slots", 512, (0,)),
     ("decode_attn_c1a_full", "index_slots", 512, (0,)),
-    ("routed_experts", "row_expert_ids", TINY.n_routed_experts, (0,)),
+    ("routed_experts", "row_expert_ids", EXPERT_START + TINY.n_routed_experts, (0,)),
+    ("routed_experts", "row_expert_ids", EXPERT_START - 1, (1,)),
+    ("routed_experts", "row_expert_ids", 0, (2,)),
     ("materialize_rope_rows", "position_ids", 64, (0,)),
 ]  # fmt: skip
 
@@ -81,6 +87,9 @@ def test_a_value_that_points_nowhere_is_refused(name: str, operand: str, value: 
         ("compress_ratio_2", "state_block_table", -1, (1, 0)),
         ("decode_attn_swa", "window_indices", -1, (0, 3)),
         ("materialize_rope_rows", "position_ids", -7, (0,)),
+        ("routed_experts", "row_expert_ids", -7, (0,)),
+        ("routed_experts", "row_expert_ids", EXPERT_START, (0,)),
+        ("routed_experts", "row_expert_ids", EXPERT_START + TINY.n_routed_experts - 1, (1,)),
         # destinations, and padding
         (INDEXER, "topk_rows", -9999, (0, 0)),
         ("publish_window_kv", "slots", 1 << 40, (ACTIVE,)),

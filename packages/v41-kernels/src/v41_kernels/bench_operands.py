@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from v41_config import BoundOperator, ModelConfig, find_operator
+from v41_config import BoundOperator, CountSpec, ModelConfig, find_operator
 from v41_config.operator_spec import BoundTensor
 
 _CONTEXT_PAGES = 2
@@ -40,8 +40,7 @@ def bench_operands(bound: BoundOperator) -> dict[str, object]:
     arguments: dict[str, object] = {name: _tensor(tensor, generator) for name, tensor in bound.tensors.items()}
     rows = bound.dims.get("T", 0)
     arguments |= {name: _metadata(name, tensor, rows) for name, tensor in bound.tensors.items() if _is_metadata(tensor)}
-    if any(scalar.name == "vocab_start" for scalar in bound.spec.scalars):
-        arguments["vocab_start"] = 0
+    arguments |= {s.name: 0 for s in bound.spec.scalars if isinstance(s, CountSpec) and s.required}
     return {**arguments, **bound.constants}
 
 

@@ -154,6 +154,7 @@ def moe(call: Call) -> None:
         row_expert_ids=routes["expert_ids"].view(-1),
         row_route_weights=routes["route_weights"].view(-1),
         **call.operands("w1", "w3", "w2"),
+        expert_start=0,
         out=expert_rows.view(-1, width),
         **limit,
     )

@@ -17,13 +17,14 @@ _Limit = Callable[[Mapping[str, int]], "tuple[int, str]"]
 class _Rule:
     """Values from `lowest` up to what `limit` says of a call's sizes and counts, and says in words.
 
-    A rule holds for calls that have all sizes that it `needs`.
+    A rule holds for calls that have all sizes that it `needs`. With `start`, a count, values from 0 to it are refused.
     """
 
     operands: tuple[str, ...]
     lowest: int
     needs: tuple[str, ...]
     limit: _Limit
+    start: str | None = None
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
         return all(name in sizes for name in self.needs)
@@ -42,6 +43,11 @@ def _entries(sizes: Mapping[str, int]) -> tuple[int, str]:
     return count + 1, f"a number of entries from 0 to {count}"
 
 
+def _held_expert(sizes: Mapping[str, int]) -> tuple[int, str]:
+    start, beyond = sizes["expert_start"], sizes["expert_start"] + sizes["E_local"]
+    return beyond, f"a negative id, or an expert from {start} to {beyond - 1}"
+
+
 _RULES = (
     _Rule(("slots", "window_slots", "window_indices"), -1, ("WINDOW_BLOCKS",), _rows_of("WINDOW_BLOCKS")),
     _Rule(
@@ -57,7 +63,7 @@ _RULES = (
     _Rule(("token_to_req_indices",), 0, ("B",), _index_of("a request", "B")),
     _Rule(("compressor_source_token_indices",), 0, ("num_tokens",), _index_of("an active token", "num_tokens")),
     _Rule(("query_start_loc",), 0, ("T",), lambda sizes: (sizes["T"] + 1, f"a row from 0 to {sizes['T']}")),
-    _Rule(("row_expert_ids",), -1, ("E_local",), _index_of("-1, or an expert", "E_local")),
+    _Rule(("row_expert_ids",), -(1 << 31), ("E_local",), _held_expert, "expert_start"),
     _Rule(("position_ids",), 0, ("STATE_BLOCKS",), lambda _: (1 << 31, "a position")),
     _Rule(
         ("position_ids",), -(1 << 31), ("CAPACITY",),
@@ -85,6 +91,8 @@ def _check(operator: str, name: str, values: Tensor, rule: _Rule, sizes: Mapping
         return
     values, (beyond, expected) = values.long(), rule.limit(sizes)
     wrong = (values < rule.lowest) | (values >= beyond)
+    if rule.start is not None:
+        wrong |= (values >= 0) & (values < sizes[rule.start])
     if wrong.any():
         element = wrong.nonzero()[0].tolist()
         found = int(values[tuple(element)])

@@ -66,16 +66,18 @@ _DECODED_WHOLE = frozenset({"q_proj_rope", "grouped_output", "o_proj"})
 
 
 def layout_of(name: str, config: ModelConfig) -> ParallelLayout:
-    """One rank, but for weights of FLASH's width of `_DECODED_WHOLE`: the memory of an ordinary machine holds those of
-    an eighth."""
+    """One rank, but two for experts, whose ids do not begin at the last rank's, and eight for weights of FLASH's width
+    of `_DECODED_WHOLE`: the memory of an ordinary machine holds those of an eighth."""
+    if name == "routed_experts":
+        return ParallelLayout(dp=2)
     large = name in _DECODED_WHOLE and config.num_attention_heads * config.head_dim * config.q_lora_rank > 1 << 24
     return ParallelLayout(tp=8) if large else ParallelLayout()
 
 
 def fixture_case(name: str, fixture: FixtureCase) -> KernelCase:
-    """The goldens' fixture of an operator for one rank, and the golden's answer to it."""
+    """The goldens' fixture of an operator for the layout's last rank, and the golden's answer to it."""
     made = operator_fixture(name, fixture)
-    return _case(made.bounds[0], dict(made.arguments[0]))
+    return _case(made.bounds[-1], dict(made.arguments[-1]))
 
 
 def hard_case(
@@ -100,13 +102,15 @@ def hard_case(
     counts = {s.name: active for s in spec.scalars if isinstance(s, CountSpec)}
     if "vocab_start" in counts:
         counts["vocab_start"] = 100
+    if "expert_start" in counts:
+        counts["expert_start"] = bound.layout.expert_range(config, bound.layout.world_size - 1).start
     return _case(bound, {**tensors, **counts})
 
 
 def _case(bound: BoundOperator, arguments: dict[str, Any]) -> KernelCase:
     arguments = {**bound.constants, **arguments}
     expected = {name: arguments[name].clone() for name in bound.spec.destinations}
-    golden(bound.spec.name).run(bound, {**arguments, **expected})
+    golden(bound.spec.name).run(bound, {**arguments, **expected}, bound.layout.world_size - 1)
     counts = [s for s in bound.spec.scalars if isinstance(s, CountSpec) and not s.required]
     active = arguments.get(counts[0].name, bound.dims[counts[0].limit]) if counts else bound.dims["G"]
     return KernelCase(bound, arguments, expected, active)
@@ -300,7 +304,9 @@ def _lists(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator
 
 
 def _expert_rows(t: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
-    ids = torch.randint(0, config.n_routed_experts, t["row_expert_ids"].shape, generator=generator, dtype=torch.int32)
+    """The upper half of the model's experts; every fifth row has none."""
+    experts = config.n_routed_experts
+    ids = torch.randint(experts // 2, experts, t["row_expert_ids"].shape, generator=generator, dtype=torch.int32)
     ids[::5] = -1
     return {"row_expert_ids": ids, "row_route_weights": torch.rand(ids.shape, generator=generator)}
 

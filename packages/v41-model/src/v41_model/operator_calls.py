@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from v41_config import ModelConfig
+from v41_config import ModelConfig, OperatorError
 from v41_goldens.compressor import CompressorRows
 from v41_goldens.paged_cache import RowCache
 from v41_goldens.weights import (
@@ -138,14 +138,14 @@ def _gate(x: Tensor, weight: Tensor, bias: Tensor, _: ModelConfig) -> Arguments:
 
 
 def _routed_experts(
-    rows: Tensor, ids: Tensor, route_weights: Tensor, experts: Mapping[int, ExpertWeights], config: ModelConfig
+    rows: Tensor, ids: Tensor, route_weights: Tensor, experts: Mapping[int, ExpertWeights], _: ModelConfig
 ) -> Arguments:
-    """Weights of the experts held here on top of each other, and ids that count them."""
+    """Weights of the experts held here, neighbours, on top of each other; ids as they were sent."""
     held = sorted(experts)
-    local = torch.full((config.n_routed_experts,), -1, dtype=torch.int32, device=ids.device)
-    local[held] = torch.arange(len(held), dtype=torch.int32, device=ids.device)
-    operands: Arguments = {"rows": rows, "row_route_weights": route_weights}
-    operands["row_expert_ids"] = torch.where(ids >= 0, local[ids.clamp(min=0).long()], -1)
+    operands: Arguments = {"rows": rows, "row_expert_ids": ids, "row_route_weights": route_weights}
+    operands["expert_start"] = held[0]
+    if held != list(range(held[0], held[0] + len(held))):
+        raise OperatorError("routed_experts: experts", held, "ids that follow one another")
     for name in ("w1", "w3", "w2"):
         parts = [packed_weight(name, getattr(experts[expert], name)) for expert in held]
         for key in (name, f"{name}_scale"):

@@ -37,8 +37,8 @@ EXPERT_STAGES: tuple[OperatorSpec, ...] = (
             writes("receive_counts", "int64", "EP"),
         ),
         (_LOCAL_TOKENS,),
-        "A row for each assignment to the rank that owns its expert, ordered by source rank; padding is not sent "
-        "(model.md section 14).",
+        "A row for each assignment to the rank that owns its expert, ordered by source rank, with the expert's id in "
+        "the model, as the gate gave it; padding is not sent (model.md section 14).",
     ),
     OperatorSpec(
         "routed_experts",
@@ -49,9 +49,10 @@ EXPERT_STAGES: tuple[OperatorSpec, ...] = (
             *weights("w1", "w3", "w2"),
             writes("out", "bfloat16", "R", "D"),
         ),
-        (CountSpec("num_rows", limit="R"), SWIGLU_LIMIT),
-        "Each row through its expert; the route weight multiplies before the BF16 rounding and w2 "
-        "(model.md section 14.2).",
+        (CountSpec("num_rows", limit="R"), CountSpec("expert_start", limit="E", required=True), SWIGLU_LIMIT),
+        "Each row through its expert; the route weight multiplies before the BF16 rounding and w2. row_expert_ids "
+        "count all experts of the model, of which this rank's begin at expert_start; a negative id gives a row of "
+        "zeros (model.md section 14.2).",
     ),
     OperatorSpec(
         "shared_expert",

@@ -142,11 +142,12 @@ class Call:
         """The expert of every token."""
         return ExpertWeights(*(self.fp8(f"shared_{name}") for name in ("w1", "w2", "w3")))
 
-    def experts(self) -> dict[int, ExpertWeights]:
-        """This rank's routed experts by global id."""
-        held = self.bound.layout.expert_range(self.bound.config, self.rank)
-        return {expert: ExpertWeights(*(self._expert(name, row) for name in ("w1", "w2", "w3")))
-                for row, expert in enumerate(held)}  # fmt: skip
+    def experts(self, first: int | None = None) -> dict[int, ExpertWeights]:
+        """This rank's routed experts by global id, from `first` on if that is given."""
+        if first is None:
+            first = self.bound.layout.expert_range(self.bound.config, self.rank).start
+        return {first + row: ExpertWeights(*(self._expert(name, row) for name in ("w1", "w2", "w3")))
+                for row in range(len(self["w1"]))}  # fmt: skip
 
     def moe(self) -> MoeWeights:
         """Gate, shared expert and this rank's routed experts."""

@@ -38,8 +38,8 @@ def _dispatch(calls: Sequence[Call]) -> list[Results]:
 
 
 def _routed_experts(c: Call) -> Results:
-    rows = routed_experts(c["rows"], c["row_expert_ids"], c["row_route_weights"], c.experts(), c.config)
-    return {"out": rows}
+    experts = c.experts(int(c.scalars["expert_start"]))
+    return {"out": routed_experts(c["rows"], c["row_expert_ids"], c["row_route_weights"], experts, c.config)}
 
 
 def _shared_expert(c: Call) -> Results:

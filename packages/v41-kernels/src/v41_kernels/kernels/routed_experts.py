@@ -15,7 +15,7 @@ COLUMN_TILE = 64
 
 
 def make_entry(*, D: int, I: int, swiglu_limit: float) -> Callable[..., None]:  # noqa: E741 - the contract's symbol
-    """The entry for `D` channels and an intermediate size of `I`; experts lie one after the other."""
+    """The entry for `D` channels and an intermediate size of `I`; the rank's experts lie one after the other."""
     i_tile = divisor_tile(I, COLUMN_TILE)
     d_tile = divisor_tile(D, COLUMN_TILE)
 
@@ -30,10 +30,11 @@ def make_entry(*, D: int, I: int, swiglu_limit: float) -> Callable[..., None]:  
         w2: pypto.Tensor([pypto.DYNAMIC, I // 2], pypto.DT_INT8),
         w2_scale: pypto.Tensor([pypto.DYNAMIC, I // 32], pypto.DT_INT8),
         num_rows: pypto.Tensor([1], pypto.DT_INT32),
+        expert_start: pypto.Tensor([1], pypto.DT_INT32),
         out: pypto.Tensor([pypto.DYNAMIC, D], pypto.DT_BF16),
     ):
         for row in pypto.loop(num_rows[0], name="ROWS", idx_name="row"):
-            expert = row_expert_ids[row]
+            expert = row_expert_ids[row] - expert_start[0]
             if expert >= 0:
                 hidden = pypto.tensor([1, I], pypto.DT_BF16, "hidden")
                 for part in pypto.loop(I // i_tile, name="HIDDEN", idx_name="part"):
