@@ -1,13 +1,12 @@
-"""Greedy generation on eight ranks in this process, and what the ranks had to say to each other.
-
-Usage: python generate_on_eight_ranks.py CHECKPOINT_DIRECTORY
-"""
+"""Greedy generation on eight ranks in this process, and what the ranks had to say to each other."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from v41_config import ParallelLayout
+from v41_config.command_line import run_command
 from v41_loader import open_checkpoint
 from v41_model import ModelSession, generate
 
@@ -25,6 +24,7 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: {sys.argv[0]} CHECKPOINT_DIRECTORY")
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT_DIRECTORY", help="in the released format")
+    directory = parser.parse_args().checkpoint
+    sys.exit(run_command(parser.prog, lambda: main(directory)))

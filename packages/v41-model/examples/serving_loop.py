@@ -2,12 +2,11 @@
 
 Everything that a serving stack owns stands here: requests, block tables, state blocks and the order of work. The
 session owns weights and cache memory. docs/serving.md of v41-model is the contract.
-
-Usage: python serving_loop.py CHECKPOINT_DIRECTORY
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from v41_config import CapacityPlan, ParallelLayout
+from v41_config.command_line import run_command
 from v41_loader import open_checkpoint
 from v41_model import ModelSession, PageAllocator, PoolError, Sampling, StepBatch, choose_tokens
 
@@ -134,6 +134,7 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: {sys.argv[0]} CHECKPOINT_DIRECTORY")
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT_DIRECTORY", help="in the released format")
+    directory = parser.parse_args().checkpoint
+    sys.exit(run_command(parser.prog, lambda: main(directory)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from v41_config import FLASH, TINY, ModelConfig
+from v41_config import FLASH, TINY, ModelConfig, ParallelLayout
 from v41_goldens.capture import Capture
 from v41_goldens.reference_engine import ReferenceEngine
 from v41_goldens.rms_norm import rms_norm
@@ -24,7 +26,9 @@ from v41_loader.torch_dtypes import TORCH_DTYPES
 from v41_model.atomic_file import atomic_file, require_writable
 from v41_model.cli import main
 from v41_model.errors import OutputError, RequestError
+from v41_model.local_world import LocalWorld
 from v41_model.request_file import read_request_file
+from v41_model.world_options import add_world_options, opened_world
 
 PROMPTS = [[0, 9, 8, 7, 6], [5], [0, 3, 4]]
 
@@ -98,6 +102,39 @@ def test_sampling_follows_its_seed(
     for option, value in wrong.items():
         assert main(["generate", *options, option, value]) == 2
         assert option.strip("-").replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--backend", "gloo"], ["--timeout", "60"]])
+def test_options_of_torchrun_are_refused_without_it(
+    option: list[str], tiny_directory: Path, requests_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--checkpoint", str(tiny_directory), "--requests", str(requests_file), "--max-new-tokens", "2"]
+    for command in (["generate", *options], ["traffic", "--tp", "2"]):
+        assert main([*command, *option]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"v41-model: {option[0]}: expected torchrun")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [([], ("gloo", 600.0)), (["--backend", "nccl", "--timeout", "0"], ("nccl", 0.0))],
+)
+def test_options_of_torchrun_reach_its_world(
+    options: list[str], expected: tuple[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timeout of 0 too, which the world then refuses."""
+    given = []
+
+    def world(layout: ParallelLayout, backend: str, *, timeout: float) -> nullcontext[LocalWorld]:
+        given.append((backend, timeout))
+        return nullcontext(LocalWorld(layout))
+
+    monkeypatch.setattr("v41_model.world_options.distributed.is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr("v41_model.world_options.TorchDistributedWorld", world)
+    parser = argparse.ArgumentParser()
+    add_world_options(parser)
+    with opened_world(parser.parse_args(options), ParallelLayout()):
+        assert given == [expected]
 
 
 def test_the_speed_is_told_at_the_end(

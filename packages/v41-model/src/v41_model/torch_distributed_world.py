@@ -38,6 +38,8 @@ __all__ = ["TorchDistributedCommunicator", "TorchDistributedWorld"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+BACKEND = "gloo"
+TIMEOUT = 600.0
 MAX_TIMEOUT = 1800.0
 """Seconds; after these gloo gives up by itself (nccl after ten minutes)."""
 
@@ -65,10 +67,10 @@ class TorchDistributedWorld:
     def __init__(
         self,
         layout: ParallelLayout,
-        backend: str = "gloo",
+        backend: str = BACKEND,
         *,
         device: torch.device | str | None = None,
-        timeout: float = 600.0,
+        timeout: float = TIMEOUT,
         silence: float = 10.0,
         init_method: str = "env://",
         rank: int = -1,

@@ -10,8 +10,9 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from torch import distributed
 
 from v41_config import ParallelLayout
+from v41_model.errors import OptionError
 from v41_model.local_world import LocalWorld
-from v41_model.torch_distributed_world import TorchDistributedWorld
+from v41_model.torch_distributed_world import BACKEND, TIMEOUT, TorchDistributedWorld
 from v41_model.wiring import Wiring
 from v41_model.world import World
 
@@ -22,14 +23,13 @@ BOTH = "both"
 
 
 def add_world_options(parser: argparse.ArgumentParser) -> None:
-    """``--backend`` and ``--timeout``, which count under torchrun."""
-    parser.add_argument("--backend", default="gloo", help="torch.distributed backend under torchrun (default gloo)")
+    """``--backend`` and ``--timeout``, which only a command that torchrun has started takes."""
+    parser.add_argument("--backend", help=f"torch.distributed backend, only under torchrun (default {BACKEND})")
     parser.add_argument(
         "--timeout",
         type=float,
-        default=600.0,
         metavar="SECONDS",
-        help="longest wait for the other ranks in one collective under torchrun (default 600)",
+        help=f"longest wait for the other ranks in one collective, only under torchrun (default {TIMEOUT:g})",
     )
 
 
@@ -52,12 +52,18 @@ def first_wiring(arguments: argparse.Namespace) -> Wiring:
 def opened_world(arguments: argparse.Namespace, layout: ParallelLayout) -> Iterator[World]:
     """The world of ``layout``: of one rank per process where torchrun has started this one.
 
-    Errors: :class:`WorldError`, as :class:`TorchDistributedWorld` raises it.
+    Errors: :class:`OptionError` for ``--backend`` or ``--timeout`` without torchrun; :class:`WorldError`, as
+    :class:`TorchDistributedWorld` raises it.
     """
+    backend, timeout = arguments.backend, arguments.timeout
     if not distributed.is_torchelastic_launched():
+        for option, value in (("--backend", backend), ("--timeout", timeout)):
+            if value is not None:
+                raise OptionError(option, value, "torchrun, which starts a process for each rank: here is one for all")
         yield LocalWorld(layout)
         return
-    with TorchDistributedWorld(layout, arguments.backend, timeout=arguments.timeout) as world:
+    backend = BACKEND if backend is None else backend
+    with TorchDistributedWorld(layout, backend, timeout=TIMEOUT if timeout is None else timeout) as world:
         yield world
 
 
