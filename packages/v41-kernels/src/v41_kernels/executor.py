@@ -1,4 +1,4 @@
-"""Runs operators' kernels on CPU tensors, in one worker process."""
+"""Runs operators' kernels on tensors in CPU memory, in one worker process: interpreted, or on an NPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from v41_config import CountSpec, OperatorError, OperatorSpec
 from v41_kernels.arguments import BoundArguments, bind
 from v41_kernels.calculator import calculator_library, default_cache_directory
 from v41_kernels.compositions import Call
-from v41_kernels.errors import KernelExecutionError
+from v41_kernels.errors import KernelExecutionError, PlatformError
 from v41_kernels.pass_report import PassCheck
-from v41_kernels.platforms import require_platform
+from v41_kernels.platforms import find_platform
 from v41_kernels.pypto_install import find_pypto
 from v41_kernels.registry import OPERATORS, STAGES, KernelOperator, find_kernel
 from v41_kernels.tiers import Tier
@@ -29,13 +29,13 @@ from v41_kernels.worker_process import WorkerProcess
 
 @dataclass(frozen=True)
 class KernelRun:
-    """One execution: seconds spent compiling and interpreting, and the checks after passes (`Tier.PASSES` only).
+    """One execution: seconds spent compiling and running, and the checks after passes (`Tier.PASSES` only).
 
-    `launches` are the runs that an operator of several launches consists of.
+    The tier is None on a device. `launches` are the runs that an operator of several launches consists of.
     """
 
     operator: str
-    tier: Tier
+    tier: Tier | None
     seconds: float
     checks: tuple[PassCheck, ...]
     launches: tuple[KernelRun, ...] = ()
@@ -43,9 +43,9 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One launch: its contract and sizes, seconds to compile, operations of the graph, seconds to interpret it.
+    """One launch: its contract and sizes, seconds to compile, operations of the graph, seconds to interpret or run it.
 
-    `cycles` are the cost model's, of a 910B; None where it does not cover the kernel.
+    `cycles` are the cost model's, of a 910B; None where it does not cover the kernel, and on a device.
     """
 
     spec: OperatorSpec
@@ -60,8 +60,8 @@ class Executor:
     """Runs kernels by operator name; destinations are tensors of the caller and are written in place.
 
     Kernels run one at a time in a worker process, because the compiler tolerates neither threads nor a kernel that
-    failed. The worker starts with the first run, and anew after a failure; the first start ever also builds PyPTO's
-    interpreter (about 35 s). Several threads may share an executor: they take turns.
+    failed. The worker starts with the first run, a device's at once, and anew after a failure; the first start ever
+    also builds PyPTO's interpreter (about 35 s). Several threads may share an executor: they take turns.
 
     The interpreter remembers a call's tensors for every tile of it, so time and memory grow with the square of the
     rows: about three times `rows / 8` times the bytes of all tensors. A call that needs more than half of the machine's
@@ -72,23 +72,29 @@ class Executor:
         self,
         *,
         platform: str = "cpu",
-        tier: Tier = Tier.GRAPH,
+        device_id: int = 0,
+        tier: Tier | None = None,
         timeout: float = 120.0,
         cache_directory: Path | None = None,
         operators: Mapping[str, KernelOperator] | None = None,
     ) -> None:
-        """Takes the tier and the seconds that a kernel may take; `cache_directory` holds the built interpreter.
+        """Takes the platform, and the seconds that a kernel may take; `cache_directory` holds the built interpreter.
 
-        Errors: `PlatformError`, `PyptoInstallError`.
+        `cpu` interprets kernels up to the tier, the tensor graph if none is given. `npu` runs them on the device that
+        torch calls `npu:{device_id}`, which takes no tier, and never interprets one instead.
+
+        Errors: `PlatformError` with what is missing, `PyptoInstallError`; on `npu` those of the worker's start, too:
+        `CanaryError`, `KernelCrashError`, `KernelTimeoutError`.
         """
-        require_platform(platform)
         self._pypto = find_pypto()
-        self._tier = tier
+        self._platform = find_platform(platform, device_id, self._pypto)
+        self._tier = None if self._platform.is_device else Tier.GRAPH
+        self._tier = self._asked(tier)
         self._timeout = timeout
         self._cache_directory = cache_directory or default_cache_directory()
         self._operators = OPERATORS if operators is None else operators
         self._turn = threading.Lock()
-        self._worker: WorkerProcess | None = None
+        self._worker = self._start_worker() if self._platform.is_device else None
 
     def __enter__(self) -> Executor:
         return self
@@ -105,6 +111,16 @@ class Executor:
                 self._worker.stop()
                 self._worker = None
 
+    @property
+    def platform(self) -> str:
+        """`cpu`, or a device's name in torch: `npu:0`."""
+        return str(self._platform)
+
+    @property
+    def tier(self) -> Tier | None:
+        """The tier of runs that name none; None on a device."""
+        return self._tier
+
     def run(self, name: str, tier: Tier | None = None, /, **arguments: object) -> KernelRun:
         """Executes an operator: `executor.run("rms_norm", x=x, weight=weight, out=out, num_tokens=3)`.
 
@@ -119,7 +135,7 @@ class Executor:
         """
         operator = find_kernel(name, self._operators)
         bound = self._bound(operator, arguments)
-        asked = tier or self._tier
+        asked = self._asked(tier)
         if operator.composition is None:
             with self._turn:
                 return self._run(operator, bound, asked)
@@ -133,6 +149,12 @@ class Executor:
         seconds = sum(run.seconds for run in launches)
         checks = tuple(check for run in launches for check in run.checks)
         return KernelRun(operator.spec.name, asked, seconds, checks, tuple(launches))
+
+    def _asked(self, tier: Tier | None) -> Tier | None:
+        """The tier to run with. Errors: `PlatformError` if a device is asked for one."""
+        if self._platform.is_device and tier is not None:
+            raise PlatformError(f"platform {self._platform}", f"tier {tier.value}", "no tier: a device runs all passes")
+        return tier or self._tier
 
     def _bound(self, operator: KernelOperator, arguments: Mapping[str, object]) -> BoundArguments:
         bound = bind(operator.spec, arguments)
@@ -168,18 +190,20 @@ class Executor:
 
         Errors: those of `run`.
         """
-        operator = find_kernel(name, self._operators)
+        operator, asked = find_kernel(name, self._operators), self._asked(tier)
         launches: list[Measurement] = []
 
         def measured(launched: KernelOperator, bound: BoundArguments) -> None:
-            asked = tier or self._tier
             with self._turn:
                 compiled = self._ask(launched, bound, asked, "measure")
                 run = self._run(launched, bound, asked)
+            run_seconds = compiled["run_seconds"]
+            if run_seconds is None:
+                run_seconds = max(run.seconds - compiled["compile_seconds"], 0.0)
             launches.append(
                 Measurement(
-                    launched.spec, bound.dims, compiled["compile_seconds"], compiled["operations"],
-                    max(run.seconds - compiled["compile_seconds"], 0.0), self._cycles(launched, bound),
+                    launched.spec, bound.dims, compiled["compile_seconds"], compiled["operations"], run_seconds,
+                    None if self._platform.is_device else self._cycles(launched, bound),
                 )
             )  # fmt: skip
 
@@ -199,15 +223,20 @@ class Executor:
             return None
         return cycles
 
-    def _run(self, operator: KernelOperator, bound: BoundArguments, tier: Tier) -> KernelRun:
+    def _run(self, operator: KernelOperator, bound: BoundArguments, tier: Tier | None) -> KernelRun:
         answer = self._ask(operator, bound, tier, "run")
         checks = tuple(PassCheck(pass_name, compared) for pass_name, compared in answer["checks"])
         return KernelRun(operator.spec.name, tier, answer["seconds"], checks)
 
-    def _ask(self, operator: KernelOperator, bound: BoundArguments, tier: Tier, task: str) -> dict[str, Any]:
+    def _start_worker(self) -> WorkerProcess:
+        if self._platform.is_device:
+            return WorkerProcess(self._platform, None)
+        return WorkerProcess(self._platform, calculator_library(self._pypto, self._cache_directory))
+
+    def _ask(self, operator: KernelOperator, bound: BoundArguments, tier: Tier | None, task: str) -> dict[str, Any]:
         if self._worker is None:
-            self._worker = WorkerProcess(calculator_library(self._pypto, self._cache_directory))
-        where = f"kernel {operator.spec.name} (tier {tier.value})"
+            self._worker = self._start_worker()
+        where = f"kernel {operator.spec.name} ({self._platform if tier is None else f'tier {tier.value}'})"
         with tempfile.TemporaryDirectory(dir=self._worker.scratch, ignore_cleanup_errors=True) as directory:
             request = _request(operator, bound, tier, where, Path(directory)) | {"task": task}
             try:
@@ -244,7 +273,7 @@ def clear_inactive_slab(spec: OperatorSpec, copies: Mapping[str, Tensor], active
 
 
 def _request(
-    operator: KernelOperator, bound: BoundArguments, tier: Tier, where: str, directory: Path
+    operator: KernelOperator, bound: BoundArguments, tier: Tier | None, where: str, directory: Path
 ) -> dict[str, Any]:
     """Writes the tensors into files in `directory`, and describes the call in the kernel's names."""
     in_kernel = {contract: kernel for kernel, contract in operator.names.items()}
@@ -259,7 +288,7 @@ def _request(
         "where": where,
         "kernel": operator.kernel,
         "static": {in_kernel.get(name, name): value for name, value in static.items()},
-        "tier": tier.value,
+        "tier": None if tier is None else tier.value,
         "tolerance": [operator.pass_tolerance.relative, operator.pass_tolerance.absolute],
         "tensors": tensors,
     }

@@ -12,17 +12,10 @@ changed, for exactly the version that `pypto_install` accepts:
 from __future__ import annotations
 
 import ctypes
-import glob
 import importlib
-import json
-import logging
-import os
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from v41_kernels.backend import Measured
 from v41_kernels.canary import check_canary
+from v41_kernels.compiler_session import CompilerSession, graph_operations, parameters, the_only_file
 from v41_kernels.errors import KernelExecutionError
 from v41_kernels.pass_report import PassCheck, read_pass_report
-from v41_kernels.pypto_install import find_pypto
 from v41_kernels.tiers import CHECKED_PASSES, Tier
-
-_OUTPUT_VARIABLE = "TILE_FWK_OUTPUT_DIR"  # read by the C++ core at the start of every compilation
 
 
 class Interpreter:
@@ -47,11 +39,9 @@ class Interpreter:
 
         Errors: `PyptoInstallError`.
         """
-        find_pypto()
-        with contained_import():
-            self._pypto: Any = importlib.import_module("pypto")
+        self._session = CompilerSession(scratch)
+        self._pypto = self._session.pypto
         self._jit_module: Any = importlib.import_module("pypto.frontend.parser.entry")
-        self._scratch = scratch
         ctypes.CDLL(str(calculator), mode=ctypes.RTLD_GLOBAL)
         importlib.import_module("pypto._utils").BuildOnlineManager().calculator_loaded = True
 
@@ -76,9 +66,9 @@ class Interpreter:
         self,
         where: str,
         entry: Callable[..., None],
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Tensor],
         destinations: Sequence[str],
-        tier: Tier,
+        tier: Tier | None,
         tolerance: Sequence[float] = (0.0, 0.0),
     ) -> tuple[PassCheck, ...]:
         """Compiles and executes `entry` on `tensors` (by parameter name), writing `destinations` in place.
@@ -86,37 +76,28 @@ class Interpreter:
         Gives the checks made after passes (none in the graph tier). Errors: `PassVerificationError`;
         `KernelExecutionError` if pypto raises anything or values are missing.
         """
-        with self._output_directory() as output:
-            logged = self._log_sizes()
-            try:
+        with self._session.output_directory() as output:
+            with self._session.failures(where, "a kernel that compiles and runs"):
                 self._compile(entry, tensors, destinations, tier, tolerance)
-            except Exception as error:
-                found = self._first_logged_error(logged) or _without_frames(error)
-                raise KernelExecutionError(where, found, "a kernel that compiles and runs") from error
-            verified = self._only(where, f"{output}/output_*/verify_*")
-            order = _parameters(entry)
+            verified = the_only_file(where, f"{output}/output_*/verify_*")
+            order = parameters(entry)
             for name in destinations:
                 self._read_back(where, verified, order.index(name), tensors[name])
-            if tier is Tier.GRAPH:
+            if tier is not Tier.PASSES:
                 return ()
             self._close_reports()
             return read_pass_report(where, verified)
 
     def measure(
-        self, where: str, entry: Callable[..., None], tensors: dict[str, Tensor], tier: Tier
-    ) -> tuple[float, int]:
-        """Seconds to compile `entry` without interpreting it, and the operations of the graph that comes out.
-
-        Errors: `KernelExecutionError`.
-        """
-        with self._output_directory() as output:
+        self, where: str, entry: Callable[..., None], tensors: Mapping[str, Tensor], tier: Tier | None
+    ) -> Measured:
+        """Compiles `entry` without interpreting it. Errors: `KernelExecutionError`."""
+        with self._session.output_directory() as output:
             started = time.perf_counter()
-            self._only_compile(where, entry, tensors, _stage(self._pypto, tier))
-            seconds = time.perf_counter() - started
-            program = json.loads(self._only(where, f"{output}/output_*/program.json").read_text())
-            return seconds, sum(len(function["operations"]) for function in program["functions"])
+            self._only_compile(where, entry, tensors, self._stage(tier))
+            return Measured(time.perf_counter() - started, graph_operations(where, output), None)
 
-    def simulate(self, where: str, entry: Callable[..., None], tensors: dict[str, Tensor]) -> int:
+    def simulate(self, where: str, entry: Callable[..., None], tensors: Mapping[str, Tensor]) -> int:
         """Cycles of the whole kernel by pypto's cost model of a 910B, which knows nothing of values.
 
         Errors: `KernelExecutionError` where it does not know an operation; it may also end the process.
@@ -124,9 +105,10 @@ class Interpreter:
         wrapper = self._jit_module.JitCallableWrapper
         wrapper._run_with_cpu = self._simulate
         try:
-            with self._output_directory() as output:
+            with self._session.output_directory() as output:
                 self._only_compile(where, entry, tensors, None)
-                report = self._only(where, f"{output}/output_*/CostModelSimulationOutput/*stat.report.txt").read_text()
+                simulated = f"{output}/output_*/CostModelSimulationOutput"
+                report = the_only_file(where, f"{simulated}/*stat.report.txt").read_text()
         finally:
             wrapper._run_with_cpu = self._run_nothing
         found = re.search(r"Total Cycles\.*: *(\d+)", report)
@@ -134,56 +116,47 @@ class Interpreter:
             raise KernelExecutionError(where, "no total", "a report of the cost model with its cycles")
         return int(found.group(1))
 
-    def _only_compile(self, where: str, entry: Callable[..., None], tensors: dict[str, Tensor], stage: Any) -> None:
+    def _only_compile(self, where: str, entry: Callable[..., None], tensors: Mapping[str, Tensor], stage: Any) -> None:
         """`stage` None compiles to the end, so that the cost model has something to run."""
-        pypto = self._pypto
         options = {} if stage is None else {"host_options": {"compile_stage": stage}}
-        logged = self._log_sizes()
-        try:
-            compiled = _wrap(
-                pypto.frontend.jit(runtime_options={"run_mode": pypto.RunMode.SIM}, use_cache=False, **options), entry
-            )
-            compiled(*(tensors[name] for name in _parameters(entry)))
-        except Exception as error:
-            found = self._first_logged_error(logged) or _without_frames(error)
-            raise KernelExecutionError(where, found, "a kernel that compiles") from error
+        with self._session.failures(where, "a kernel that compiles"):
+            compiled = self._session.compiled(entry, runtime_options={"run_mode": self._pypto.RunMode.SIM}, **options)
+            compiled(*(tensors[name] for name in parameters(entry)))
 
     def _compile(
         self,
         entry: Callable[..., None],
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Tensor],
         destinations: Sequence[str],
-        tier: Tier,
+        tier: Tier | None,
         tolerance: Sequence[float],
     ) -> None:
         """The verifier interprets the kernel while it is compiled; there is no other run."""
-        pypto = self._pypto
-        passes = list(CHECKED_PASSES) if tier is Tier.PASSES else []
-        stage = _stage(pypto, tier)
-        compiled = _wrap(
-            pypto.frontend.jit(
-                runtime_options={"run_mode": pypto.RunMode.SIM},
-                verify_options={
-                    "enable_pass_verify": True,
-                    "pass_verify_pass_filter": passes,
-                    "pass_verify_error_tol": list(tolerance),  # relative, absolute
-                },
-                host_options={"compile_stage": stage},
-                use_cache=False,
-            ),
+        compiled = self._session.compiled(
             entry,
+            runtime_options={"run_mode": self._pypto.RunMode.SIM},
+            verify_options={
+                "enable_pass_verify": True,
+                "pass_verify_pass_filter": list(CHECKED_PASSES) if tier is Tier.PASSES else [],
+                "pass_verify_error_tol": list(tolerance),  # relative, absolute
+            },
+            host_options={"compile_stage": self._stage(tier)},
         )
         # The verifier writes down the values of those tensors for which it has something to compare them with.
-        stand_ins = [torch.zeros_like(tensors[name]) if name in destinations else None for name in _parameters(entry)]
-        pypto.set_verify_golden_data(goldens=stand_ins)
-        compiled(*(tensors[name] for name in _parameters(entry)))
+        stand_ins = [torch.zeros_like(tensors[name]) if name in destinations else None for name in parameters(entry)]
+        self._pypto.set_verify_golden_data(goldens=stand_ins)
+        compiled(*(tensors[name] for name in parameters(entry)))
+
+    def _stage(self, tier: Tier | None) -> Any:
+        stages = self._pypto.CompStage
+        return stages.CODEGEN_INSTRUCTION if tier is Tier.PASSES else stages.TENSOR_GRAPH
 
     def _read_back(self, where: str, verified: Path, index: int, destination: Tensor) -> None:
         """Copies the verifier's values of parameter `index` over `destination`."""
         if destination.numel() == 0:
             return
         # Beside them lies the stand-in, as tensor_graph~{index}~golden~{time}.data.
-        values = self._only(where, f"{verified}/tensor_graph/tensor_graph~{index}~[0-9]*.data")
+        values = the_only_file(where, f"{verified}/tensor_graph/tensor_graph~{index}~[0-9]*.data")
         raw = np.fromfile(values, dtype=np.uint8)
         if raw.nbytes != destination.numel() * destination.element_size():
             expected = f"{destination.numel()} elements of {destination.dtype}"
@@ -193,79 +166,3 @@ class Interpreter:
     def _close_reports(self) -> None:
         """The verifier closes (and so completes) its report when the next compilation opens another one."""
         check_canary(self)
-
-    @contextmanager
-    def _output_directory(self) -> Iterator[Path]:
-        """A directory of its own for what one compilation writes, removed afterwards."""
-        before = os.environ.get(_OUTPUT_VARIABLE)
-        directory = Path(tempfile.mkdtemp(prefix="run-", dir=self._scratch))
-        os.environ[_OUTPUT_VARIABLE] = str(directory)
-        try:
-            yield directory
-        finally:
-            if before is None:
-                del os.environ[_OUTPUT_VARIABLE]
-            else:
-                os.environ[_OUTPUT_VARIABLE] = before
-            shutil.rmtree(directory, ignore_errors=True)
-
-    def _log_sizes(self) -> dict[Path, int]:
-        return {log: log.stat().st_size for log in self._scratch.rglob("pypto-log-*.log")}
-
-    def _first_logged_error(self, before: dict[Path, int]) -> str | None:
-        """What the compiler logged first since `before`: the cause, where its exception names a consequence."""
-        for log in self._log_sizes():
-            with open(log, encoding="utf-8", errors="replace") as file:
-                file.seek(before.get(log, 0))
-                for line in file:
-                    # [ERROR] PYPTO(1):2026-11-30 03:10:48 [schedule_base.h:358][PASS]:the message; the verifier logs as
-                    # an error, too, that values differ from the stand-ins.
-                    if "[ERROR]" in line and "[VERIFY]" not in line:
-                        return line.split("]:", 1)[-1].strip()
-        return None
-
-    @staticmethod
-    def _only(where: str, pattern: str) -> Path:
-        found = glob.glob(pattern)
-        if len(found) != 1:
-            raise KernelExecutionError(where, f"{len(found)} of {Path(pattern).name}", "one, written by the verifier")
-        return Path(found[0])
-
-
-@contextmanager
-def contained_import() -> Iterator[None]:
-    """Undoes what importing pypto does to the process: a root log handler at DEBUG level, a changed `os.environ`."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    environ, variables = os.environ, dict(os.environ)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        for handler in [handler for handler in root.handlers if handler not in handlers]:
-            root.removeHandler(handler)
-        os.environ = environ  # noqa: B003 - pypto replaces the object, we put the old one back
-        if dict(environ) != variables:
-            environ.clear()
-            environ.update(variables)
-
-
-def _stage(pypto: Any, tier: Tier) -> Any:
-    return pypto.CompStage.TENSOR_GRAPH if tier is Tier.GRAPH else pypto.CompStage.CODEGEN_INSTRUCTION
-
-
-def _parameters(entry: Callable[..., None]) -> tuple[str, ...]:
-    code = entry.__code__
-    return code.co_varnames[: code.co_argcount]
-
-
-def _without_frames(error: Exception) -> str:
-    """The message of a pypto exception without the pages of C++ frames behind it."""
-    reason = re.split(r"lib\w+(?:\.so)?\(", str(error), maxsplit=1)[0]
-    return f"{type(error).__name__}: {' '.join(reason.split())}"
-
-
-def _wrap(jit: Callable[[Callable[..., None]], Callable[..., None]], entry: Callable[..., None]) -> Callable[..., None]:
-    """Applies the decorator where no other name is in reach: pypto lets the local variables of the function that
-    applies it shadow the kernel's own globals."""
-    return jit(entry)

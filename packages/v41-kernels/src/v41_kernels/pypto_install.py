@@ -35,6 +35,11 @@ class PyptoInstall:
         """Source of the torch-based interpreter that the wheel carries."""
         return self.package / "lib" / "calculator"
 
+    @property
+    def device_runtime(self) -> Path:
+        """The library that launches kernels on an NPU; it needs CANN."""
+        return self.package / "lib" / "libtile_fwk_runtime.so"
+
 
 def find_pypto() -> PyptoInstall:
     """The CANN pypto of the supported version.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -17,6 +18,7 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,7 +26,9 @@ import torch
 from torch import Tensor
 
 from v41_config import V41Error
+from v41_kernels.backend import Backend
 from v41_kernels.canary import check_canary
+from v41_kernels.device import Device
 from v41_kernels.errors import KernelExecutionError
 from v41_kernels.interpreter import Interpreter
 from v41_kernels.tiers import Tier
@@ -44,35 +48,44 @@ _TORCH_DTYPES = {
 def main() -> int:
     """Serves requests until standard input ends; the exit status is 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calculator", type=Path, required=True, help="the built interpreter library")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--calculator", type=Path, help="the built interpreter library")
+    where.add_argument("--device-id", type=int, help="the NPU to run on, instead of interpreting")
     parser.add_argument("--scratch", type=Path, required=True, help="directory for everything that pypto writes")
     parser.add_argument("--replies", type=int, required=True, help="file descriptor for the answers")
     options = parser.parse_args()
-    _limit_memory()
     os.set_inheritable(options.replies, False)  # so that its end is seen when this process dies
     try:
         # A broken pipe: the executor's process is gone, and nobody waits for an answer or tidies up.
         with contextlib.suppress(BrokenPipeError), open(options.replies, "w", encoding="utf-8") as replies:
-            return _serve(options.calculator, options.scratch, replies)
+            return _serve(options, replies)
         return 1
     finally:
         shutil.rmtree(options.scratch, ignore_errors=True)
 
 
-def _serve(calculator: Path, scratch: Path, replies: TextIO) -> int:
+def _serve(options: argparse.Namespace, replies: TextIO) -> int:
     try:
-        interpreter = Interpreter(calculator, scratch)
-        interpreter.hand_over_tensors()
-        check_canary(interpreter)
+        backend = _backend(options.calculator, options.device_id, options.scratch)
+        check_canary(backend)
         _answer(replies, {})
         for line in sys.stdin:
-            _answer(replies, _execute(interpreter, json.loads(line)))
+            _answer(replies, _execute(backend, json.loads(line)))
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever it is, the parent names the kernel and raises it
         _answer(replies, {"error": _describe(error)})
         return 1
     return 0
+
+
+def _backend(calculator: Path | None, device_id: int, scratch: Path) -> Backend:
+    if calculator is None:
+        return Device(device_id, scratch)
+    _limit_memory()
+    interpreter = Interpreter(calculator, scratch)
+    interpreter.hand_over_tensors()
+    return interpreter
 
 
 def _limit_memory() -> None:
@@ -82,26 +95,32 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _execute(interpreter: Interpreter, request: dict[str, Any]) -> dict[str, Any]:
+def _execute(backend: Backend, request: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
-    make_entry = importlib.import_module(request["kernel"]).make_entry
-    taken = inspect.signature(make_entry).parameters
-    entry = make_entry(**{name: value for name, value in request["static"].items() if name in taken})
+    entry = _entry(request["kernel"], tuple(request["static"].items()))
     tensors = {
         tensor["name"]: _map(request["where"], tensor, entry.__annotations__[tensor["name"]])
         for tensor in request["tensors"]
     }
+    tier = None if request["tier"] is None else Tier(request["tier"])
     if request["task"] == "measure":
-        compile_seconds, operations = interpreter.measure(request["where"], entry, tensors, Tier(request["tier"]))
-        return {"compile_seconds": compile_seconds, "operations": operations}
+        return backend.measure(request["where"], entry, tensors, tier)._asdict()
     if request["task"] == "simulate":
-        return {"cycles": interpreter.simulate(request["where"], entry, tensors)}
+        assert isinstance(backend, Interpreter), "the cost model is no device's"
+        return {"cycles": backend.simulate(request["where"], entry, tensors)}
     destinations = [tensor["name"] for tensor in request["tensors"] if tensor["written"]]
-    checks = interpreter.run(
-        request["where"], entry, tensors, destinations, Tier(request["tier"]), request["tolerance"]
-    )
+    checks = backend.run(request["where"], entry, tensors, destinations, tier, request["tolerance"])
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "checks": [[check.pass_name, check.compared] for check in checks]}
+
+
+@functools.cache
+def _entry(kernel: str, static: tuple[tuple[str, float], ...]) -> Callable[..., None]:
+    """The kernel's entry for these sizes and constants, always the same one."""
+    make_entry = importlib.import_module(kernel).make_entry
+    taken = inspect.signature(make_entry).parameters
+    entry: Callable[..., None] = make_entry(**{name: value for name, value in static if name in taken})
+    return entry
 
 
 def _map(where: str, tensor: dict[str, Any], declared: Any) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -16,18 +17,20 @@ from typing import Any
 
 from v41_kernels import errors
 from v41_kernels.errors import KernelCrashError, KernelError, KernelExecutionError, KernelTimeoutError
+from v41_kernels.platforms import Platform
 
 _START_SECONDS = 120.0  # importing torch and pypto takes 2 s; a loaded machine is given much more
+_DEVICE_START_SECONDS = 600.0  # the device's libraries and, for the canary, the device's compiler
 _STOP_SECONDS = 5.0
 
 
 class WorkerProcess:
     """One running worker with a scratch directory of its own, which lives as long as it does."""
 
-    def __init__(self, calculator: Path) -> None:
-        """Starts the worker and waits for its canary.
+    def __init__(self, platform: Platform, calculator: Path | None) -> None:
+        """Starts the worker and waits for its canary; the CPU's needs the built interpreter.
 
-        Errors: `CanaryError`, `PyptoInstallError`, `KernelCrashError`, `KernelTimeoutError`.
+        Errors: `CanaryError`, `PlatformError`, `PyptoInstallError`, `KernelCrashError`, `KernelTimeoutError`.
         """
         self._directory = tempfile.TemporaryDirectory(prefix="v41-kernels-", ignore_cleanup_errors=True)
         self.scratch = Path(self._directory.name)
@@ -35,7 +38,8 @@ class WorkerProcess:
         read_end, write_end = os.pipe()
         self._replies = open(read_end, "rb", buffering=0)  # noqa: SIM115 - open for the object's life
         self._unread = b""
-        command = [sys.executable, "-m", "v41_kernels.worker", "--calculator", str(calculator)]
+        command = [sys.executable, "-m", "v41_kernels.worker"]
+        command += ["--device-id", str(platform.device_id)] if calculator is None else ["--calculator", str(calculator)]
         command += ["--scratch", str(self.scratch), "--replies", str(write_end)]
         try:
             with open(self._log, "wb") as log:
@@ -45,14 +49,15 @@ class WorkerProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=self.scratch,
-                    env=_environment(self.scratch),
+                    env=_environment(self.scratch, platform),
                     pass_fds=(write_end,),
                     start_new_session=True,
                 )
         finally:
             os.close(write_end)
         try:
-            self._receive("kernel worker", _START_SECONDS)
+            start_seconds = _DEVICE_START_SECONDS if platform.is_device else _START_SECONDS
+            self._receive("kernel worker", start_seconds)
         except BaseException:
             self._kill()
             self.stop()
@@ -125,13 +130,15 @@ class WorkerProcess:
         return self._log.read_bytes()[-200:].decode(errors="replace").strip() or "(empty)"
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    """The worker's variables: whatever pypto writes goes below `scratch`, and CANN, if there is one, stays out."""
+def _environment(scratch: Path, platform: Platform) -> dict[str, str]:
+    """The worker's variables: whatever pypto writes goes below `scratch`; CANN's are passed on to a device's worker."""
     environment = dict(os.environ)
-    # With CANN pypto loads another runtime, for which the executor was not written.
-    environment.pop("ASCEND_HOME_PATH", None)
+    if not platform.is_device:
+        # With CANN pypto loads another runtime, for which the interpreter was not written.
+        environment.pop("ASCEND_HOME_PATH", None)
     return environment | {
         "HOME": str(scratch),  # pypto writes ~/.pypto
+        "PYTHONUSERBASE": site.getuserbase(),  # or packages that are installed for the user would be gone with the home
         "TILE_FWK_OUTPUT_DIR": str(scratch / "output"),
         "ASCEND_PROCESS_LOG_PATH": str(scratch / "log"),
         "ASCEND_WORK_PATH": str(scratch),
