@@ -1,4 +1,4 @@
-"""Contracts of the kernels that only compositions launch: stages that the operator ABI has no name for."""
+"""Contracts of the kernels that only compositions and variants launch: the operator ABI has no name for them."""
 
 from __future__ import annotations
 
@@ -85,6 +85,16 @@ _STAGES = (
         (_in("x", "bfloat16", "T", "D"), _out("rows", "bfloat16", "T", "TOPK", "D")),
         (_NUM_TOKENS,),
         "A row for each choice of an expert, where every expert is here (model.md section 14).",
+    ),
+    OperatorSpec(
+        "quantized_activations",
+        (
+            _in("x", "bfloat16", "T", "K"),
+            _out("codes", "float8_e4m3fn", "T", "K"),
+            _out("scale", "float8_e8m0fnu", "T", "K/MX"),
+        ),
+        (_NUM_TOKENS,),
+        "Activations as MXFP8, the rows that an MX product takes (model.md section 2.4).",
     ),
 )
 

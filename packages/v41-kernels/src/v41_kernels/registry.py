@@ -141,10 +141,11 @@ _LAUNCHED = (
     _kernel("rotate_rows"),
     _kernel("output_rounding"),
     _kernel("routed_rows"),
+    _kernel("quantized_activations"),
 )
 
 STAGES: Mapping[str, KernelOperator] = MappingProxyType({stage.spec.name: stage for stage in _LAUNCHED})
-"""Kernels that compositions launch and the operator ABI has no name for."""
+"""Kernels that compositions and variants launch and the operator ABI has no name for."""
 
 _COMPOSED = tuple(
     KernelOperator(find_operator(name), composition=composition) for name, composition in COMPOSITIONS.items()
