@@ -19,6 +19,7 @@ SHARED_PACKAGE = "v41_kernels.kernels"
 # What code around a kernel may use of torch: types, versions, and making, viewing and comparing tensors.
 ALLOWED_TORCH = {
     *("Tensor", "dtype", "bfloat16", "bool", "float32", "int8", "int32", "uint8", "nan"),
+    *("float8_e4m3fn", "float8_e8m0fnu"),
     *("__file__", "__version__", "compiled_with_cxx11_abi"),
     *("arange", "empty", "equal", "from_file", "from_numpy", "full", "ones", "tensor", "zeros", "zeros_like"),
     *("Generator", "randint", "randn"),  # operands to measure with

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,12 +42,16 @@ class CompilerSession:
     @contextmanager
     def failures(self, where: str, expected: str) -> Iterator[None]:
         """Whatever is raised in it becomes a `KernelExecutionError` with the cause that the compiler logged first."""
-        logged = self._log_sizes()
+        logged, recording = self._log_sizes(), _FirstError()
+        root = logging.getLogger()
+        root.addHandler(recording)
         try:
             yield
         except Exception as error:
-            found = self._first_logged_error(logged) or _without_frames(error)
-            raise KernelExecutionError(where, found, expected) from error
+            cause = recording.message or self._first_logged_error(logged) or f"{type(error).__name__}: {error}"
+            raise KernelExecutionError(where, _without_frames(cause), expected) from error
+        finally:
+            root.removeHandler(recording)
 
     @contextmanager
     def output_directory(self) -> Iterator[Path]:
@@ -85,10 +90,13 @@ def parameters(entry: Callable[..., None]) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount]
 
 
-def graph_operations(where: str, output: Path) -> int:
-    """Operations of the graph that one compilation left in its output directory. Errors: `KernelExecutionError`."""
+def graph_operations(where: str, output: Path) -> Counter[str]:
+    """Operations of the graph that one compilation left in its output directory, counted by their names.
+
+    Errors: `KernelExecutionError`.
+    """
     program = json.loads(the_only_file(where, f"{output}/output_*/program.json").read_text())
-    return sum(len(function["operations"]) for function in program["functions"])
+    return Counter(operation["opcode"] for function in program["functions"] for operation in function["operations"])
 
 
 def the_only_file(where: str, pattern: str) -> Path:
@@ -117,10 +125,22 @@ def contained_import() -> Iterator[None]:
             environ.update(variables)
 
 
-def _without_frames(error: Exception) -> str:
-    """The message of a pypto exception without the pages of C++ frames behind it."""
-    reason = re.split(r"lib\w+(?:\.so)?\(", str(error), maxsplit=1)[0]
-    return f"{type(error).__name__}: {' '.join(reason.split())}"
+class _FirstError(logging.Handler):
+    """The first error that pypto's Python half logs: why an entry could not be recorded, where what it raises in the
+    end is about something that was left undone."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.message: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.message is None:
+            self.message = record.getMessage()
+
+
+def _without_frames(message: str) -> str:
+    """A message of pypto without the pages of C++ frames behind it."""
+    return " ".join(re.split(r"lib\w+(?:\.so)?\(", message, maxsplit=1)[0].split())
 
 
 def _wrap(jit: Callable[[Callable[..., None]], Callable[..., None]], entry: Callable[..., None]) -> Callable[..., None]:

@@ -115,7 +115,7 @@ class Device:
                 first = time.perf_counter() - started
                 runs = [self._timed(compiled, on_device) for _ in range(_WARM_UP + _REPEATS)]
             median = statistics.median(runs[_WARM_UP:])
-            return Measured(max(first - median, 0.0), graph_operations(where, output), median)
+            return Measured(max(first - median, 0.0), graph_operations(where, output).total(), median)
 
     def _moved(self, entry: Callable[..., None], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the device, in the order of the entry's parameters."""

@@ -95,7 +95,7 @@ class Interpreter:
         with self._session.output_directory() as output:
             started = time.perf_counter()
             self._only_compile(where, entry, tensors, self._stage(tier))
-            return Measured(time.perf_counter() - started, graph_operations(where, output), None)
+            return Measured(time.perf_counter() - started, graph_operations(where, output).total(), None)
 
     def simulate(self, where: str, entry: Callable[..., None], tensors: Mapping[str, Tensor]) -> int:
         """Cycles of the whole kernel by pypto's cost model of a 910B, which knows nothing of values.

@@ -1,41 +1,32 @@
 """The process that runs kernels: `python -m v41_kernels.worker`, started by `worker_process` and by nothing else.
 
-It reads one JSON request a line from standard input and answers each with one line on the descriptor it was given.
-After a failed kernel it answers and ends, since pypto refuses all work after a failure.
+How it is asked and answers is in `request_loop`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
-import importlib
-import inspect
-import json
 import math
 import os
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from v41_config import V41Error
 from v41_kernels.backend import Backend
 from v41_kernels.canary import check_canary
 from v41_kernels.device import Device
 from v41_kernels.errors import KernelExecutionError
 from v41_kernels.interpreter import Interpreter
+from v41_kernels.request_loop import Answer, Request, kernel_entry, serve
 from v41_kernels.tiers import Tier
 
-_MESSAGE_CHARACTERS = 290
-
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "DT_BF16": torch.bfloat16,
     "DT_FP32": torch.float32,
     "DT_INT8": torch.int8,
@@ -54,29 +45,13 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, required=True, help="directory for everything that pypto writes")
     parser.add_argument("--replies", type=int, required=True, help="file descriptor for the answers")
     options = parser.parse_args()
-    os.set_inheritable(options.replies, False)  # so that its end is seen when this process dies
-    try:
-        # A broken pipe: the executor's process is gone, and nobody waits for an answer or tidies up.
-        with contextlib.suppress(BrokenPipeError), open(options.replies, "w", encoding="utf-8") as replies:
-            return _serve(options, replies)
-        return 1
-    finally:
-        shutil.rmtree(options.scratch, ignore_errors=True)
+    return serve(options.replies, options.scratch, lambda: _executing(options))
 
 
-def _serve(options: argparse.Namespace, replies: TextIO) -> int:
-    try:
-        backend = _backend(options.calculator, options.device_id, options.scratch)
-        check_canary(backend)
-        _answer(replies, {})
-        for line in sys.stdin:
-            _answer(replies, _execute(backend, json.loads(line)))
-    except BrokenPipeError:
-        raise
-    except Exception as error:  # whatever it is, the parent names the kernel and raises it
-        _answer(replies, {"error": _describe(error)})
-        return 1
-    return 0
+def _executing(options: argparse.Namespace) -> Callable[[Request], Answer]:
+    backend = _backend(options.calculator, options.device_id, options.scratch)
+    check_canary(backend)
+    return lambda request: _execute(backend, request)
 
 
 def _backend(calculator: Path | None, device_id: int, scratch: Path) -> Backend:
@@ -95,9 +70,9 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _execute(backend: Backend, request: dict[str, Any]) -> dict[str, Any]:
+def _execute(backend: Backend, request: Request) -> Answer:
     started = time.perf_counter()
-    entry = _entry(request["kernel"], tuple(request["static"].items()))
+    entry = kernel_entry(request["kernel"], tuple(request["static"].items()))
     tensors = {
         tensor["name"]: _map(request["where"], tensor, entry.__annotations__[tensor["name"]])
         for tensor in request["tensors"]
@@ -114,21 +89,12 @@ def _execute(backend: Backend, request: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "checks": [[check.pass_name, check.compared] for check in checks]}
 
 
-@functools.cache
-def _entry(kernel: str, static: tuple[tuple[str, float], ...]) -> Callable[..., None]:
-    """The kernel's entry for these sizes and constants, always the same one."""
-    make_entry = importlib.import_module(kernel).make_entry
-    taken = inspect.signature(make_entry).parameters
-    entry: Callable[..., None] = make_entry(**{name: value for name, value in static if name in taken})
-    return entry
-
-
 def _map(where: str, tensor: dict[str, Any], declared: Any) -> Tensor:
     """The bytes in a file as the entry's parameter declares them: its dtype, and its shape with the first size open.
 
     A destination's changes go to the file, an argument's stay in this process.
     """
-    dtype = _TORCH_DTYPES[declared.dtype.name]
+    dtype = TORCH_DTYPES[declared.dtype.name]
     sizes = [size if isinstance(size, int) else None for size in declared.shape]
     fixed = math.prod(size for size in sizes if size is not None)
     rows, rest = divmod(tensor["bytes"], fixed * dtype.itemsize)
@@ -140,18 +106,6 @@ def _map(where: str, tensor: dict[str, Any], declared: Any) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     mapped = torch.from_file(tensor["file"], shared=tensor["written"], size=tensor["bytes"], dtype=torch.uint8)
     return mapped.view(dtype).view(shape)
-
-
-def _describe(error: Exception) -> dict[str, Any]:
-    if isinstance(error, V41Error):
-        found = error.found if isinstance(error.found, (str, int, float)) else repr(error.found)
-        return {"type": type(error).__name__, "where": error.where, "found": found, "expected": error.expected}
-    return {"type": None, "found": f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]}
-
-
-def _answer(replies: TextIO, answer: dict[str, Any]) -> None:
-    replies.write(json.dumps(answer) + "\n")
-    replies.flush()
 
 
 if __name__ == "__main__":

@@ -27,8 +27,11 @@ _STOP_SECONDS = 5.0
 class WorkerProcess:
     """One running worker with a scratch directory of its own, which lives as long as it does."""
 
-    def __init__(self, platform: Platform, calculator: Path | None) -> None:
+    def __init__(self, platform: Platform, calculator: Path | None, compiler: Path | None = None) -> None:
         """Starts the worker and waits for its canary; the CPU's needs the built interpreter.
+
+        With `compiler`, a directory to import pypto from, it is a worker that compiles and executes nothing, and there
+        is no canary.
 
         Errors: `CanaryError`, `PlatformError`, `PyptoInstallError`, `KernelCrashError`, `KernelTimeoutError`.
         """
@@ -38,8 +41,7 @@ class WorkerProcess:
         read_end, write_end = os.pipe()
         self._replies = open(read_end, "rb", buffering=0)  # noqa: SIM115 - open for the object's life
         self._unread = b""
-        command = [sys.executable, "-m", "v41_kernels.worker"]
-        command += ["--device-id", str(platform.device_id)] if calculator is None else ["--calculator", str(calculator)]
+        command = [sys.executable, "-m", *_program(platform, calculator, compiler)]
         command += ["--scratch", str(self.scratch), "--replies", str(write_end)]
         try:
             with open(self._log, "wb") as log:
@@ -49,7 +51,7 @@ class WorkerProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=self.scratch,
-                    env=_environment(self.scratch, platform),
+                    env=_environment(self.scratch, platform, compiler),
                     pass_fds=(write_end,),
                     start_new_session=True,
                 )
@@ -130,9 +132,19 @@ class WorkerProcess:
         return self._log.read_bytes()[-200:].decode(errors="replace").strip() or "(empty)"
 
 
-def _environment(scratch: Path, platform: Platform) -> dict[str, str]:
+def _program(platform: Platform, calculator: Path | None, compiler: Path | None) -> tuple[str, ...]:
+    if compiler is not None:
+        return ("v41_kernels.compile_worker",)
+    if calculator is None:
+        return ("v41_kernels.worker", "--device-id", str(platform.device_id))
+    return ("v41_kernels.worker", "--calculator", str(calculator))
+
+
+def _environment(scratch: Path, platform: Platform, compiler: Path | None) -> dict[str, str]:
     """The worker's variables: whatever pypto writes goes below `scratch`; CANN's are passed on to a device's worker."""
     environment = dict(os.environ)
+    if compiler is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(compiler), environment.get("PYTHONPATH"))))
     if not platform.is_device:
         # With CANN pypto loads another runtime, for which the interpreter was not written.
         environment.pop("ASCEND_HOME_PATH", None)
