@@ -12,7 +12,9 @@ from v41_model.command_options import (
     add_layout_options,
     opened_session,
 )
+from v41_model.errors import OptionError
 from v41_model.forward_file import forward_tensors, write_tensors
+from v41_model.logit_comparison import LOGIT_BOUNDS, compare_with_goldens
 from v41_model.prompt_options import add_prompt_options, given_prompts, token_prompts
 from v41_model.step_limits import StepLimits
 from v41_model.swap import parse_swaps
@@ -36,6 +38,12 @@ def add_forward_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--capture", choices=("logits", "layers"), default="logits", help="what to write (default logits)"
     )
+    parser.add_argument(
+        "--compare-logits",
+        action="store_true",
+        help="with --swap: run the goldens on the same tokens afterwards and print the cosines of all logits; exit "
+        f"code 1 below {LOGIT_BOUNDS.minimum:g} at one position or a median of {LOGIT_BOUNDS.median:g}",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
     parser.set_defaults(run=run)
 
@@ -44,16 +52,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file and name it."""
     given = given_prompts(arguments)
     parse_swaps(arguments.swap)  # before anything is loaded
+    if arguments.compare_logits and not arguments.swap:
+        raise OptionError("--compare-logits", "no --swap", "operators of a provider, to be compared with the goldens")
     require_writable(arguments.out)
-    with opened_session(arguments) as (checkpoint, session), swapped(arguments, session) as report:
+    with opened_session(arguments) as (checkpoint, session):
         prompts = token_prompts(given, checkpoint.config, arguments.checkpoint, arguments.chat).tokens
         session.limits = StepLimits(sequences=len(prompts), prefill_rows=sum(map(len, prompts)))  # one step for all
         layers = arguments.capture == "layers"
-        tensors = forward_tensors(session, prompts, arguments.decode, layers)
         different = []
-        if arguments.wiring == BOTH:
-            again = forward_tensors(session.rewired(Wiring.REPLICATED), prompts, arguments.decode, layers)
-            different = different_tensors(tensors, again)
+        with swapped(arguments, session) as report:
+            tensors = forward_tensors(session, prompts, arguments.decode, layers)
+            if arguments.wiring == BOTH:
+                again = forward_tensors(session.rewired(Wiring.REPLICATED), prompts, arguments.decode, layers)
+                different = different_tensors(tensors, again)
+        logits = compare_with_goldens(session, tensors, len(prompts)) if arguments.compare_logits else None
         writes = 0 in session.world.local_ranks
         metadata = {"layout": f"tp={arguments.tp} dp={arguments.dp}", "capture": arguments.capture}
         if checkpoint.notice is not None:
@@ -63,4 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {len(tensors)} tensors of {len(prompts)} requests")
     if arguments.wiring == BOTH:
         print(verdict(different, f"{len(tensors)} tensors"))
-    return 1 if different or (report is not None and not report.accepted) else 0
+    if logits is not None:
+        print(f"logits beside the goldens': {logits!r}")
+    verdicts = [part.accepted for part in (report, logits) if part is not None]
+    return 0 if not different and all(verdicts) else 1
