@@ -10,6 +10,7 @@ from v41_kernels.errors import (
     KernelError,
     KernelExecutionError,
     KernelTimeoutError,
+    NoValuesError,
     PassVerificationError,
     PlatformError,
     PyptoInstallError,
@@ -19,12 +20,17 @@ from v41_kernels.pass_report import PassCheck
 from v41_kernels.pypto_install import PyptoInstall, find_pypto
 from v41_kernels.registry import OPERATORS, KernelOperator
 from v41_kernels.tiers import CHECKED_PASSES, Tier
+from v41_kernels.variant_compiler import VariantCompiler
+from v41_kernels.variants import NOT_VERIFIED, VARIANTS, CompiledVariant, Variant, variants_of
 
 __all__ = [
     "CHECKED_PASSES",
+    "NOT_VERIFIED",
     "OPERATORS",
+    "VARIANTS",
     "CalculatorBuildError",
     "CanaryError",
+    "CompiledVariant",
     "Executor",
     "KernelCrashError",
     "KernelError",
@@ -32,11 +38,15 @@ __all__ = [
     "KernelOperator",
     "KernelRun",
     "KernelTimeoutError",
+    "NoValuesError",
     "PassCheck",
     "PassVerificationError",
     "PlatformError",
     "PyptoInstall",
     "PyptoInstallError",
     "Tier",
+    "Variant",
+    "VariantCompiler",
     "find_pypto",
+    "variants_of",
 ]

@@ -13,14 +13,22 @@ from v41_kernels.bench_operands import bench_operands, bind_for_bench
 from v41_kernels.devices import Device
 from v41_kernels.executor import Executor, Measurement
 from v41_kernels.operator_work import Work, operator_work
+from v41_kernels.variant_compiler import VariantCompiler
+from v41_kernels.variants import variants_of
 
 _LARGEST_OPERANDS = 2 << 30
 """Bytes of operands that are still made and interpreted; the interpreter keeps several copies."""
 
+EXECUTED = "executed"
+"""The status of an operator whose kernels were compiled and run."""
+
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One operator: sums over its launches; `skipped` says why it was not run, and then only the work is known."""
+    """One operator: sums over its launches; `skipped` says why it was not run, and then only the work is known.
+
+    A variant is compiled and has no seconds of a run; its `status` says so.
+    """
 
     operator: str
     rows: int
@@ -35,11 +43,12 @@ class BenchResult:
     cpu_seconds: float | None = None
     cost_model_cycles: int | None = None
     skipped: str | None = None
+    status: str = EXECUTED
 
     def as_json(self) -> dict[str, object]:
         """Stable keys; the cost model's cycles are "not covered" where it does not know an operation."""
         shown = asdict(self)
-        if self.cost_model_cycles is None and self.skipped is None:
+        if self.cost_model_cycles is None and self.status == EXECUTED:
             shown["cost_model_cycles"] = "not covered"
         return shown
 
@@ -54,7 +63,7 @@ def bench(
         size = sum(tensor.nbytes for tensor in bound.tensors.values())
         result = _result(name, rows, work, device)
         if size > _LARGEST_OPERANDS:
-            yield replace(result, skipped=f"operands of {size / 2**30:.1f} GiB")
+            yield replace(result, skipped=f"operands of {size / 2**30:.1f} GiB", status="not run")
             continue
         launches = executor.measure(name, **bench_operands(bound))
         if len(launches) > 1:
@@ -67,6 +76,22 @@ def bench(
             graph_operations=sum(launch.operations for launch in launches),
             cpu_seconds=sum(launch.run_seconds for launch in launches),
             cost_model_cycles=sum(covered) if len(covered) == len(launches) else None,
+        )
+
+
+def bench_variants(
+    compiler: VariantCompiler, names: Sequence[str], config: ModelConfig, rows: int, device: Device
+) -> Iterator[BenchResult]:
+    """A result for each variant of the operators, compiled and not run. Errors: those of `VariantCompiler.compile`."""
+    for variant in (variant for name in names for variant in variants_of(name)):
+        bound = bind_for_bench(variant.operator, config, rows)
+        compiled = compiler.compile(variant.name, N=bound.dims["N"], K=bound.dims["K"])
+        yield replace(
+            _result(variant.name, rows, operator_work(bound), device),
+            launches=len(variant.launches),
+            compile_seconds=compiled.seconds,
+            graph_operations=sum(compiled.operations.values()),
+            status=compiled.status,
         )
 
 
@@ -91,11 +116,11 @@ def as_line(result: BenchResult) -> str:
     )
     if result.skipped is not None:
         return f"{head}   not run: {result.skipped}"
+    compiled = f"{head}{result.launches:9}{result.compile_seconds:10.2f}{result.graph_operations:9}"
+    if result.status != EXECUTED:
+        return f"{compiled}   {result.status}"
     cycles = "not covered" if result.cost_model_cycles is None else str(result.cost_model_cycles)
-    return (
-        f"{head}{result.launches:9}{result.compile_seconds:10.2f}{result.graph_operations:9}"
-        f"{result.cpu_seconds:9.2f}{cycles:>13}"
-    )
+    return f"{compiled}{result.cpu_seconds:9.2f}{cycles:>13}"
 
 
 HEADER = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from v41_config.command_line import run_command
 from v41_kernels.devices import built_in_devices, find_device
 from v41_kernels.registry import OPERATORS, find_kernel
 from v41_kernels.tiers import Tier
+from v41_kernels.variants import NOT_VERIFIED, variants_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,17 +66,23 @@ def _list(arguments: argparse.Namespace) -> None:
         for name, operator in OPERATORS.items()
     }
     if arguments.json:
-        print(json.dumps([{"operator": name, "kernel": kind} for name, kind in kinds.items()], indent=1))
+        listed = [
+            {"operator": name, "kernel": kind, "variants": [variant.name for variant in variants_of(name)]}
+            for name, kind in kinds.items()
+        ]
+        print(json.dumps(listed, indent=1))
         return
     for name, kind in kinds.items():
-        print(f"{name:40}{kind}")
+        variants = [f"{variant.name} for the {variant.device} ({NOT_VERIFIED})" for variant in variants_of(name)]
+        print(f"{name:40}{'; '.join([kind, *variants])}")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from v41_kernels.bench import HEADER, as_line, bench
+    from v41_kernels.bench import HEADER, as_line, bench, bench_variants
     from v41_kernels.executor import Executor
+    from v41_kernels.variant_compiler import VariantCompiler
 
     names = arguments.names or list(OPERATORS)
     for name in names:
@@ -82,11 +90,18 @@ def _bench(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.device, arguments.devices)
     config, tier = PRESETS[arguments.preset], Tier(arguments.tier)
     results = []
-    with Executor(platform=arguments.platform, tier=tier, timeout=arguments.timeout) as executor:
+    with (
+        Executor(platform=arguments.platform, tier=tier, timeout=arguments.timeout) as executor,
+        VariantCompiler(timeout=arguments.timeout) as compiler,
+    ):
         if not arguments.json:
             print(f"{device.title}: {device.source}; {arguments.preset}, tier {tier.value}\n{HEADER}", flush=True)
-        with tqdm(total=len(names), unit="operator", disable=not sys.stderr.isatty(), leave=False) as bar:
-            for result in bench(executor, names, config, arguments.rows, device):
+        total = len(names) + sum(len(variants_of(name)) for name in names)
+        with tqdm(total=total, unit="operator", disable=not sys.stderr.isatty(), leave=False) as bar:
+            for result in itertools.chain(
+                bench(executor, names, config, arguments.rows, device),
+                bench_variants(compiler, names, config, arguments.rows, device),
+            ):
                 results.append(result.as_json())
                 bar.update()
                 if not arguments.json:

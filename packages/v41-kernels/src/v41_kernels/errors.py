@@ -43,3 +43,7 @@ class PassVerificationError(KernelExecutionError):
 
 class DeviceError(KernelError):
     """A device description that is not there, or does not say what a roofline needs."""
+
+
+class NoValuesError(KernelError):
+    """Values were asked of a variant that is compiled and never run: nothing here could judge them."""

@@ -11,8 +11,10 @@ from v41_config import OperatorError, OperatorSpec, find_operator
 from v41_config.similar_names import did_you_mean
 from v41_kernels.arguments import BoundArguments
 from v41_kernels.compositions import COMPOSITIONS, Composition
+from v41_kernels.errors import NoValuesError
 from v41_kernels.launched_stages import LAUNCHED_STAGES
 from v41_kernels.operand_values import check_operand_values
+from v41_kernels.variants import NOT_VERIFIED, VARIANTS
 
 
 def no_sizes(bound: BoundArguments) -> dict[str, int]:
@@ -158,7 +160,10 @@ OPERATORS: Mapping[str, KernelOperator] = MappingProxyType(
 
 
 def find_kernel(name: str, operators: Mapping[str, KernelOperator] = OPERATORS) -> KernelOperator:
-    """The operator of that name, with its kernel. Errors: `OperatorError`."""
+    """The operator of that name, with its kernel. Errors: `OperatorError`; `NoValuesError` for a variant's name."""
     if name not in operators:
+        if name in VARIANTS:
+            expected = f"{VARIANTS[name].operator!r}, whose values are judged; `VariantCompiler` compiles variants"
+            raise NoValuesError(name, f"a variant that is {NOT_VERIFIED}", expected)
         raise OperatorError("operator", name, f"one that `v41-kernels list` names{did_you_mean(name, operators)}")
     return operators[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from v41_kernels.errors import KernelExecutionError
 from v41_kernels.platforms import Platform
 from v41_kernels.pypto_for_a5 import ARCHITECTURE, pypto_for_a5
 from v41_kernels.pypto_install import find_pypto
-from v41_kernels.variants import CompiledVariant, Variant
+from v41_kernels.variants import VARIANTS, CompiledVariant, Variant
 from v41_kernels.worker_process import WorkerProcess
 
 SCALE_PAIR = 64
@@ -21,12 +22,18 @@ SCALE_PAIR = 64
 
 
 class VariantCompiler:
-    """Compiles variants one after the other. There is no way to run one: see `variants`.
+    """Compiles variants one after the other. There is no way to run one: see `variants`. Not thread-safe.
 
     The worker starts with the first variant, and anew after a failure; the first start ever also copies pypto.
     """
 
-    def __init__(self, *, timeout: float = 300.0, cache_directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        timeout: float = 300.0,
+        cache_directory: Path | None = None,
+        variants: Mapping[str, Variant] = VARIANTS,
+    ) -> None:
         """Takes the seconds that a launch may take; `cache_directory` holds the copy of pypto.
 
         Errors: `PyptoInstallError`.
@@ -34,6 +41,7 @@ class VariantCompiler:
         self._pypto = find_pypto()
         self._timeout = timeout
         self._cache_directory = cache_directory or default_cache_directory()
+        self._variants = variants
         self._worker: WorkerProcess | None = None
 
     def __enter__(self) -> VariantCompiler:
@@ -50,12 +58,15 @@ class VariantCompiler:
             self._worker.stop()
             self._worker = None
 
-    def compile(self, variant: Variant, *, N: int, K: int) -> CompiledVariant:
+    def compile(self, name: str, *, N: int, K: int) -> CompiledVariant:
         """Compiles all launches of a variant for weights `[N, K]`, and checks for which architecture that was.
 
-        Errors: `OperatorError` for sizes that no weight has, `PyptoInstallError`; `KernelExecutionError` or a subclass
-        if a launch does not compile, or not for the A5.
+        Errors: `OperatorError` for another name, or sizes that no weight has; `PyptoInstallError`;
+        `KernelExecutionError` or a subclass if a launch does not compile, or not for the A5.
         """
+        if name not in self._variants:
+            raise OperatorError("variant", name, f"one of {', '.join(self._variants)}")
+        variant = self._variants[name]
         sizes = find_operator(variant.operator).bind(FLASH, None, T=1, N=N, K=K).dims
         if K % SCALE_PAIR:
             raise OperatorError(f"{variant.name}: K", K, f"a multiple of {SCALE_PAIR}")
