@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from v41_config.user_cache import user_cache_directory
 from v41_kernels import Executor
 from v41_model import kernel_verification
 from v41_model.cli import main
 from v41_model.kernel_cases import KernelCase
+
+STAND_IN_NPU = Path(__file__).parents[1] / "packages" / "v41-kernels" / "tests" / "stand_in_npu"
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pypto has wheels for Linux only")
 
@@ -89,3 +93,41 @@ def test_a_name_without_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cases_of_small_presets_reach_no_rows_and_ragged_tiles() -> None:
     made: list[KernelCase] = [make() for _, make in kernel_verification.named_cases("rms_norm", "tiny")]
     assert {(case.active, case.bound.dims["T"]) for case in made} >= {(0, 0), (0, 5), (1, 1), (11, 13), (17, 17)}
+
+
+def test_a_device_is_judged_as_the_interpreter_is_and_nothing_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
+    """Plumbing, against a stand-in for a device: the interpreter's values, and other ones for one kernel."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache_directory("any").parent))
+    monkeypatch.setenv("STAND_IN_NPU", str(tmp_path))
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(STAND_IN_NPU))
+    monkeypatch.setenv("PATH", str(STAND_IN_NPU / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN_NPU), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(STAND_IN_NPU))
+    (tmp_path / "fault").write_text("wrong rms_norm")
+    code, judged = report(capsys, "input_pack", "rms_norm", "--platform", "npu", "--device-id", "1")
+    assert code == 1
+    assert {case["tier"] for case in judged["cases"]} == {"npu:1"}
+    verdicts = {(case["operator"], case["accepted"]) for case in judged["cases"] if " 0/" not in case["case"]}
+    assert verdicts == {("input_pack", True), ("rms_norm", False)}
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--platform", "npu"], "ASCEND_HOME_PATH is not set"),
+        (["--platform", "gpu"], "'cpu' or 'npu'"),
+        (["--device-id", "1"], "cpu"),
+    ],
+)
+def test_a_platform_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert main(["verify-kernels", "input_pack", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1

@@ -13,13 +13,14 @@ from v41_kernels.tiers import Tier
 class KernelProvider:
     """Operators in the destination form of the ABI; registered as `pypto` in the group `v41.operator_providers`.
 
-    The worker starts with the first operator and ends with the provider. Errors of the constructor: those of
-    `Executor`.
+    The worker ends with the provider. Errors of the constructor: those of `Executor`.
     """
 
-    def __init__(self, tier: Tier = Tier.GRAPH, timeout: float = 600.0) -> None:
-        """Takes the tier whose values are given, and the seconds that one launch may take."""
-        self._executor = Executor(tier=tier, timeout=timeout)
+    def __init__(
+        self, tier: Tier | None = None, timeout: float = 600.0, *, platform: str = "cpu", device_id: int = 0
+    ) -> None:
+        """Takes the seconds that one launch may take, and the rest as `Executor` does."""
+        self._executor = Executor(platform=platform, device_id=device_id, tier=tier, timeout=timeout)
 
     def names(self) -> tuple[str, ...]:
         """The operators there are, by the ABI's names."""
@@ -44,3 +45,8 @@ class KernelProvider:
     def close(self) -> None:
         """Ends the worker; a later run starts another one."""
         self._executor.close()
+
+
+def npu_provider() -> KernelProvider:
+    """The kernels on the first NPU that is visible; registered as `pypto-npu`. Errors: those of `Executor`."""
+    return KernelProvider(platform="npu")

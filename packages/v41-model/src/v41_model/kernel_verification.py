@@ -20,9 +20,9 @@ from v41_model.atomic_file import atomic_file
 from v41_model.kernel_cases import HARD_CASES, KernelCase, fixture_case, hard_case, judge, layout_of
 
 if TYPE_CHECKING:
-    from v41_kernels import Executor, Tier
+    from v41_kernels import Executor
 
-__all__ = ["CaseResult", "VerdictStore", "named_cases", "source_digest", "verify_case"]
+__all__ = ["CaseResult", "VerdictStore", "named_cases", "source_digest", "values_from", "verify_case"]
 
 NamedCase = tuple[str, Callable[[], KernelCase]]
 
@@ -35,7 +35,10 @@ WIDE_EXTENTS = ((3, 2),)
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case of one operator: accepted, or the reasons why not; statistics of each destination."""
+    """One case of one operator: accepted, or the reasons why not; statistics of each destination.
+
+    `tier` is what the values come from: a tier's name, or the device's (`npu:0`).
+    """
 
     operator: str
     case: str
@@ -65,15 +68,21 @@ def _hard(name: str, preset: str, rows: int, active: int) -> Callable[[], Kernel
     return lambda: hard_case(name, PRESETS[preset], rows, active)
 
 
-def verify_case(executor: Executor, tier: Tier, name: str, label: str, make: Callable[[], KernelCase]) -> CaseResult:
+def values_from(executor: Executor) -> str:
+    """What an executor's values come from: its tier's name, or its device's."""
+    return executor.platform if executor.tier is None else executor.tier.value
+
+
+def verify_case(executor: Executor, name: str, label: str, make: Callable[[], KernelCase]) -> CaseResult:
     """Runs a kernel on a case and judges it; a kernel that fails is a refusal with the failure as its reason."""
     case = make()
     started = time.perf_counter()
     try:
-        executor.run(name, tier, **case.arguments)
+        executor.run(name, **case.arguments)
     except V41Error as error:
         seconds = time.perf_counter() - started
-        return CaseResult(name, label, tier.value, False, seconds, {}, (f"{type(error).__name__}: {error}",))
+        failure = f"{type(error).__name__}: {error}"
+        return CaseResult(name, label, values_from(executor), False, seconds, {}, (failure,))
     seconds = time.perf_counter() - started
     verdicts = judge(case)
     reasons = tuple(
@@ -83,7 +92,7 @@ def verify_case(executor: Executor, tier: Tier, name: str, label: str, make: Cal
         for reason in verdict.reasons
     )
     statistics = {destination: verdict.statistics for destination, verdict in verdicts.items()}
-    return CaseResult(name, label, tier.value, not reasons, seconds, statistics, reasons)
+    return CaseResult(name, label, values_from(executor), not reasons, seconds, statistics, reasons)
 
 
 def source_digest(packages: Sequence[str] = ("v41_config", "v41_goldens", "v41_kernels")) -> str:

@@ -19,6 +19,7 @@ from v41_model.kernel_verification import (
     default_store_directory,
     named_cases,
     source_digest,
+    values_from,
     verify_case,
 )
 
@@ -35,8 +36,12 @@ def add_verify_kernels_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="operators (default: every one that has a kernel)")
     parser.add_argument(
-        "--tier", choices=("graph", "passes"), default="graph", help="values of the tensor graph, or after all passes"
+        "--tier", choices=("graph", "passes"), help="values of the tensor graph (default on a CPU), or after all passes"
     )
+    parser.add_argument(
+        "--platform", default="cpu", help="cpu (default), or npu where CANN and an NPU are: no tier then"
+    )
+    parser.add_argument("--device-id", type=int, default=0, metavar="N", help="which NPU (default: %(default)s)")
     parser.add_argument(
         "--preset", choices=sorted(PRESETS), default="tiny", help="dimensions (default: %(default)s); flash is large"
     )
@@ -49,7 +54,8 @@ def add_verify_kernels_command(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify the chosen operators.
 
-    Errors: :class:`OptionError` without v41-kernels, :class:`OperatorError` for a name that has no kernel.
+    Errors: :class:`OptionError` without v41-kernels, :class:`OperatorError` for a name that has no kernel,
+    ``v41_kernels.PlatformError`` for what an NPU needs and is not there.
     """
     if importlib.util.find_spec("v41_kernels") is None:
         raise OptionError("verify-kernels", "no v41-kernels", "v41-model[pypto] to be installed")
@@ -58,19 +64,23 @@ def run(arguments: argparse.Namespace) -> int:
     for name in arguments.names:
         if name not in OPERATORS:
             raise OperatorError("verify-kernels", name, "an operator that `v41-kernels list` names")
-    tier = Tier(arguments.tier)
+    tier = None if arguments.tier is None else Tier(arguments.tier)
     store = VerdictStore(default_store_directory(), source_digest())
     cases = [(n, *case) for n in arguments.names or OPERATORS for case in named_cases(n, arguments.preset)]
     results: list[CaseResult] = []
     with (
-        Executor(tier=tier, timeout=arguments.timeout) as executor,
+        Executor(
+            platform=arguments.platform, device_id=arguments.device_id, tier=tier, timeout=arguments.timeout
+        ) as executor,
         tqdm(cases, unit="case", disable=not sys.stderr.isatty(), leave=False) as bar,
     ):
+        kept = executor.tier is not None  # a device's verdict depends on more than sources
         for name, label, make in bar:
             bar.set_postfix_str(name)
-            stored = None if arguments.no_cache else store.find(name, label, tier.value)
-            result = stored or verify_case(executor, tier, name, label, make)
-            store.keep(result)
+            stored = None if arguments.no_cache or not kept else store.find(name, label, values_from(executor))
+            result = stored or verify_case(executor, name, label, make)
+            if kept:
+                store.keep(result)
             results.append(result)
             if not arguments.json:
                 bar.clear()
@@ -79,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"accepted": not refused, "cases": [asdict(result) for result in results]}, indent=1))
     else:
-        print(f"{len(results) - len(refused)} of {len(results)} cases accepted (tier {tier.value}; CPU, no device)")
+        where = executor.platform if executor.tier is None else f"tier {executor.tier.value}; CPU, no device"
+        print(f"{len(results) - len(refused)} of {len(results)} cases accepted ({where})")
     return REFUSED if refused else 0
 
 
