@@ -39,7 +39,7 @@ def _embed(
     def program(comm: Communicator) -> LocalRows[Tensor]:
         held = layout.vocab_range(TINY, comm.rank)
         part = table[held.start : held.stop] if sharded else table
-        return embed_tokens(ids, part, TINY, wiring.boundary(mapping, comm.rank, comm))
+        return embed_tokens(ids, part, TINY, wiring.boundary(mapping, comm.rank, comm), Operators())
 
     world = LocalWorld(layout)
     return world, world.run(program)
@@ -85,7 +85,7 @@ def test_a_table_of_another_size_is_refused() -> None:
 
     def program(comm: Communicator) -> LocalRows[Tensor]:
         boundary = Wiring.SHARDED.boundary(mapping, comm.rank, comm)
-        return embed_tokens(torch.zeros(2, dtype=torch.int32), _table()[:7], TINY, boundary)
+        return embed_tokens(torch.zeros(2, dtype=torch.int32), _table()[:7], TINY, boundary, Operators())
 
     with pytest.raises(RankError, match="7 rows") as caught:
         LocalWorld(2).run(program)

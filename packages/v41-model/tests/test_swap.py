@@ -49,6 +49,8 @@ class Goldens:
         extents = {symbol: sizes[symbol] for symbol in spec.given if symbol in sizes}
         if "kept_blocks" in arguments and "ENTRIES" not in extents:
             extents["ENTRIES"] = sizes["CANDIDATE_BLOCKS"] * TINY.candidate_block_size
+        if "T_local" in sizes:
+            extents.setdefault("T", sizes["T_local"] * self._layout.tp)
         bound = spec.bind(TINY, self._layout, **extents)
         golden(name).run(bound, arguments)
         self.calls.append(name)

@@ -25,7 +25,7 @@ def final_norm(
     """Collapse with the last layer's pre-mix, then norm: ``(collapsed, normed)``, both BF16 ``[T_local, D]``."""
 
     def collapse(rows: Tensor, mix: Tensor) -> Tensor:
-        return checked("mhc_pre", operators.mhc_pre(rows, mix), (rows.shape[0], rows.shape[2]))
+        return checked("hc_head", operators.hc_head(rows, mix), (rows.shape[0], rows.shape[2]))
 
     def norm(rows: Tensor) -> Tensor:
         return checked("rms_norm", operators.rms_norm(rows, weight, config.rms_norm_eps), rows.shape)

@@ -36,6 +36,14 @@ from v41_model.operator_call import (
 __all__ = ["CALLS"]
 
 
+def _embed(token_ids: Tensor, table: Tensor, vocab_start: int, _: int) -> Arguments:
+    return {"token_ids": token_ids, "embed_weight": table, "vocab_start": vocab_start}
+
+
+def _input_pack(embedded: Tensor, _: int) -> Arguments:
+    return {"embedded": embedded}
+
+
 def _materialize_rope_rows(cos: Tensor, sin: Tensor, position_ids: Tensor, num_tokens: int) -> Arguments:
     return {"freqs_cos": cos, "freqs_sin": sin, "position_ids": position_ids, "num_tokens": num_tokens}
 
@@ -166,12 +174,15 @@ def _combine(expert_rows: Tensor, expert_ids: Tensor, shared: Tensor) -> Argumen
 
 
 _OWN_NAMES: dict[str, Callable[..., Arguments]] = {
+    "embed": _embed,
+    "input_pack": _input_pack,
     "materialize_rope_rows": _materialize_rope_rows,
     "rms_norm": _rms_norm,
     "fp32_linear": _fp32_linear,
     "mhc_mixes": _mhc_mixes,
     "mhc_pre": _mhc_pre,
     "mhc_post": _mhc_post,
+    "hc_head": _mhc_pre,
     "q_proj_qr": _q_proj_qr,
     "q_proj_rope": _q_proj_rope,
     "kv_proj_rope": _kv_proj_rope,

@@ -16,6 +16,8 @@ from torch import Tensor
 from v41_config import AttentionMode, ConfigError
 from v41_config.similar_names import did_you_mean
 from v41_goldens.attention_stages import AttentionStages
+from v41_goldens.block import entry_streams
+from v41_goldens.embedding import embedded_partial
 from v41_goldens.experts import routed_experts, shared_expert
 from v41_goldens.gate import GateOutput, gate
 from v41_goldens.hyper_connections import mhc_mixes, mhc_post, mhc_pre
@@ -42,11 +44,14 @@ class Operators(AttentionStages):
     table. All others are row-wise.
     """
 
+    embed: Callable[[Tensor, Tensor, int, int], Tensor] = embedded_partial
+    input_pack: Callable[[Tensor, int], tuple[Tensor, Tensor]] = entry_streams
     materialize_rope_rows: Callable[..., tuple[Tensor, Tensor]] = materialize_rope_rows
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     mhc_mixes: Callable[..., tuple[Tensor, Tensor, Tensor]] = mhc_mixes
     mhc_pre: Callable[[Tensor, Tensor], Tensor] = mhc_pre
     mhc_post: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mhc_post
+    hc_head: Callable[[Tensor, Tensor], Tensor] = mhc_pre
     gate: Callable[..., GateOutput] = gate
     routed_experts: Callable[..., Tensor] = routed_experts
     shared_expert: Callable[..., Tensor] = shared_expert

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from v41_config import DpGroupMetadata, LocalRows, ModelConfig, ParallelLayout
-from v41_goldens.block import entry_streams
 from v41_goldens.capture import Capture
 from v41_goldens.forward_context import ForwardContext
 from v41_goldens.paged_cache import PagedCaches
@@ -20,6 +19,7 @@ from v41_model.embedding import embed_tokens
 from v41_model.expert_parallel import expert_owners
 from v41_model.layer_capture import COMPRESSOR_STATE
 from v41_model.lm_head import final_norm, lm_head
+from v41_model.operator_checks import checked
 from v41_model.operators import Operators
 from v41_model.rank_layer import RankStep, ResidualStreams, sequence_parallel_layer
 from v41_model.wiring import Wiring
@@ -82,9 +82,13 @@ class RankModel:
         return self._exit(step, streams, all_logits)
 
     def _entry(self, step: RankStep, token_ids: Tensor) -> ResidualStreams:
-        embedded = embed_tokens(token_ids, self.weights.embed, self.config, step.boundary)
+        operators, lanes = step.operators, self.config.hc_mult
+        embedded = embed_tokens(token_ids, self.weights.embed, self.config, step.boundary, operators)
         _record_own(step, "embed_out", embedded)
-        x_hc, pre_mix = entry_streams(embedded.tokens, self.config.hc_mult)
+        x_hc, pre_mix = operators.input_pack(embedded.tokens, lanes)
+        shape = (len(embedded.tokens), lanes, embedded.tokens.shape[1])
+        checked("input_pack x_hc", x_hc, shape)
+        checked("input_pack pre_mix", pre_mix, shape[:2], torch.float32)
         return ResidualStreams(step.boundary.pad(x_hc), step.boundary.pad(pre_mix))
 
     def _exit(self, step: RankStep, streams: ResidualStreams, all_logits: bool) -> Tensor:
