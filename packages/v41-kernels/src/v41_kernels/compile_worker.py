@@ -21,7 +21,12 @@ from v41_kernels.compiler_session import CompilerSession, graph_operations, para
 from v41_kernels.request_loop import Answer, Request, kernel_entry, serve
 from v41_kernels.worker import TORCH_DTYPES
 
-_DTYPES = {**TORCH_DTYPES, "DT_FP8E4M3": torch.float8_e4m3fn, "DT_FP8E8M0": torch.float8_e8m0fnu}
+_DTYPES = {
+    **TORCH_DTYPES,
+    "DT_FP8E4M3": torch.float8_e4m3fn,
+    "DT_FP8E8M0": torch.float8_e8m0fnu,
+    "DT_FP4_E2M1X2": torch.uint8,
+}
 """Of the entries' parameters; the low-bit ones are declared as such here, since nothing casts them."""
 
 
