@@ -1,4 +1,5 @@
-"""Leaf benchmarks: what an operator costs to compile and to interpret on a CPU, and what a device would need at least.
+"""Leaf benchmarks: what an operator costs to compile, and to interpret on a CPU or to run on an NPU, beside what a
+device would need at least.
 
 A time on a CPU says how long a judgement takes, nothing about a device. The roofline is arithmetic on public figures.
 """
@@ -27,6 +28,7 @@ EXECUTED = "executed"
 class BenchResult:
     """One operator: sums over its launches; `skipped` says why it was not run, and then only the work is known.
 
+    `cpu_seconds` are those of interpretation, `device_seconds` those of a run on an NPU; the platform decides which.
     A variant is compiled and has no seconds of a run; its `status` says so.
     """
 
@@ -41,6 +43,7 @@ class BenchResult:
     compile_seconds: float | None = None
     graph_operations: int | None = None
     cpu_seconds: float | None = None
+    device_seconds: float | None = None
     cost_model_cycles: int | None = None
     skipped: str | None = None
     status: str = EXECUTED
@@ -48,7 +51,7 @@ class BenchResult:
     def as_json(self) -> dict[str, object]:
         """Stable keys; the cost model's cycles are "not covered" where it does not know an operation."""
         shown = asdict(self)
-        if self.cost_model_cycles is None and self.status == EXECUTED:
+        if self.cost_model_cycles is None and self.cpu_seconds is not None:
             shown["cost_model_cycles"] = "not covered"
         return shown
 
@@ -68,13 +71,15 @@ def bench(
         launches = executor.measure(name, **bench_operands(bound))
         if len(launches) > 1:
             work = sum((_launched_work(launch, config) for launch in launches), Work(0, 0))
+        run_seconds = sum(launch.run_seconds for launch in launches)
         covered = [launch.cycles for launch in launches if launch.cycles is not None]
         yield replace(
             _result(name, rows, work, device),
             launches=len(launches),
             compile_seconds=sum(launch.compile_seconds for launch in launches),
             graph_operations=sum(launch.operations for launch in launches),
-            cpu_seconds=sum(launch.run_seconds for launch in launches),
+            cpu_seconds=None if executor.tier is None else run_seconds,
+            device_seconds=run_seconds if executor.tier is None else None,
             cost_model_cycles=sum(covered) if len(covered) == len(launches) else None,
         )
 
@@ -119,11 +124,17 @@ def as_line(result: BenchResult) -> str:
     compiled = f"{head}{result.launches:9}{result.compile_seconds:10.2f}{result.graph_operations:9}"
     if result.status != EXECUTED:
         return f"{compiled}   {result.status}"
+    if result.device_seconds is not None:
+        share = "-" if result.roofline_seconds is None else f"{result.roofline_seconds / result.device_seconds:.1%}"
+        return f"{compiled}{result.device_seconds * 1e6:11.1f}{share:>12}"
     cycles = "not covered" if result.cost_model_cycles is None else str(result.cost_model_cycles)
     return f"{compiled}{result.cpu_seconds:9.2f}{cycles:>13}"
 
 
-HEADER = (
-    f"{'operator':40}{'rows':>6}{'MB moved':>11}{'GFLOP':>10}{'FLOP/B':>9}{'roofline us':>12}"
-    f"{'launches':>9}{'compile s':>10}{'graph op':>9}{'CPU s':>9}{'910B cycles':>13}"
-)
+def header(executor: Executor) -> str:
+    """The line above those of a table."""
+    ran = f"{'device us':>11}{'of roofline':>12}" if executor.tier is None else f"{'CPU s':>9}{'910B cycles':>13}"
+    return (
+        f"{'operator':40}{'rows':>6}{'MB moved':>11}{'GFLOP':>10}{'FLOP/B':>9}{'roofline us':>12}"
+        f"{'launches':>9}{'compile s':>10}{'graph op':>9}{ran}"
+    )

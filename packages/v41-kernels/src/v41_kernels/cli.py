@@ -31,19 +31,22 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true")
     listing.set_defaults(run=_list)
 
-    timing = commands.add_parser("bench", help="compile and interpret operators on this CPU; roofline of a device")
+    timing = commands.add_parser("bench", help="compile operators, interpret or run them; roofline of a device")
     timing.add_argument("names", nargs="*", metavar="NAME", help="default: every operator")
     timing.add_argument(
         "--preset", choices=sorted(PRESETS), default="flash6",
         help="dimensions; default: %(default)s, the released model's with 8 experts and a small vocabulary",
     )  # fmt: skip
     timing.add_argument("--rows", type=_positive, default=4, help="tokens; default: %(default)s")
-    timing.add_argument("--tier", choices=[tier.value for tier in Tier], default="graph", help="default: %(default)s")
+    timing.add_argument("--tier", choices=[tier.value for tier in Tier], help="of interpretation; default: graph")
     timing.add_argument(
         "--device", default="ascend-950pr", metavar="NAME", help="of the roofline; default: %(default)s"
     )
     timing.add_argument("--devices", type=Path, metavar="FILE.json", help="further devices, as `v41-kernels devices`")
-    timing.add_argument("--platform", default="cpu", help="cpu, or npu where CANN and an NPU are")
+    timing.add_argument(
+        "--platform", default="cpu", help="default: %(default)s, which interprets; npu times runs where one is"
+    )
+    timing.add_argument("--device-id", type=int, default=0, metavar="N", help="which NPU; default: %(default)s")
     timing.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="of one launch")
     timing.add_argument("--json", action="store_true")
     timing.set_defaults(run=_bench)
@@ -80,7 +83,7 @@ def _list(arguments: argparse.Namespace) -> None:
 def _bench(arguments: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from v41_kernels.bench import HEADER, as_line, bench, bench_variants
+    from v41_kernels.bench import as_line, bench, bench_variants, header
     from v41_kernels.executor import Executor
     from v41_kernels.variant_compiler import VariantCompiler
 
@@ -88,14 +91,17 @@ def _bench(arguments: argparse.Namespace) -> None:
     for name in names:
         find_kernel(name)
     device = find_device(arguments.device, arguments.devices)
-    config, tier = PRESETS[arguments.preset], Tier(arguments.tier)
+    config, tier = PRESETS[arguments.preset], None if arguments.tier is None else Tier(arguments.tier)
     results = []
     with (
-        Executor(platform=arguments.platform, tier=tier, timeout=arguments.timeout) as executor,
+        Executor(
+            platform=arguments.platform, device_id=arguments.device_id, tier=tier, timeout=arguments.timeout
+        ) as executor,
         VariantCompiler(timeout=arguments.timeout) as compiler,
     ):
         if not arguments.json:
-            print(f"{device.title}: {device.source}; {arguments.preset}, tier {tier.value}\n{HEADER}", flush=True)
+            ran = executor.platform if executor.tier is None else f"tier {executor.tier.value}"
+            print(f"{device.title}: {device.source}; {arguments.preset}, {ran}\n{header(executor)}", flush=True)
         total = len(names) + sum(len(variants_of(name)) for name in names)
         with tqdm(total=total, unit="operator", disable=not sys.stderr.isatty(), leave=False) as bar:
             for result in itertools.chain(
@@ -108,7 +114,10 @@ def _bench(arguments: argparse.Namespace) -> None:
                     bar.clear()
                     print(as_line(result), flush=True)
     if arguments.json:
-        about = {"device": device.name, "source": device.source, "preset": arguments.preset, "tier": tier.value}
+        about = {
+            "device": device.name, "source": device.source, "preset": arguments.preset, "platform": executor.platform,
+            "tier": None if executor.tier is None else executor.tier.value,
+        }  # fmt: skip
         print(json.dumps({**about, "operators": results}, indent=1))
 
 
