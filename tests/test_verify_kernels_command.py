@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from v41_config.user_cache import user_cache_directory
-from v41_kernels import Executor
+from v41_kernels import CompiledVariant, Executor, KernelExecutionError, VariantCompiler
 from v41_model import kernel_verification
 from v41_model.cli import main
 from v41_model.kernel_cases import KernelCase
@@ -131,3 +131,66 @@ def test_a_platform_that_is_not_there(
     assert captured.out == ""
     assert said in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+def run_no_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("v41_model.verify_kernels_command.named_cases", lambda name, preset: [])
+
+
+def test_a_variant_is_compiled_and_neither_accepted_nor_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    run_no_cases(monkeypatch)
+    code, document = report(capsys, "quantized_linear")
+    assert code == 0
+    (variant,) = document["variants"]
+    assert variant["variant"] == "quantized_linear_a5"
+    assert variant["operator"] == "quantized_linear"
+    assert variant["architecture"] == "DAV_3510"
+    assert variant["status"] == "compiled, not verified"
+    assert variant["seconds"] > 0
+    assert "accepted" not in variant
+    assert not cache.exists()  # no verdict, so there is nothing to keep
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_variant_does_not_change_the_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    compiled = CompiledVariant("quantized_linear_a5", "quantized_linear", "DAV_3510", 1.5, {})
+    monkeypatch.setattr(VariantCompiler, "compile", lambda *_, **__: compiled)
+    result = kernel_verification.CaseResult("quantized_linear", "case", "graph", not refused, 0.5, {})
+    monkeypatch.setattr("v41_model.verify_kernels_command.named_cases", lambda name, preset: [("case", None)])
+    monkeypatch.setattr("v41_model.verify_kernels_command.verify_case", lambda *_: result)
+    assert main(["verify-kernels", "quantized_linear"]) == int(refused)
+    *_, line, summary = capsys.readouterr().out.splitlines()
+    assert line == "quantized_linear_a5 [for the A5, 1.50 s] compiled, not verified"
+    assert summary.endswith("; 1 of 1 variants compiled, not verified")
+    assert report(capsys, "quantized_linear")[1]["accepted"] is not refused
+
+
+def test_a_variant_that_does_not_compile_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise KernelExecutionError("variant quantized_linear_a5", "a reason", "a kernel that compiles")
+
+    run_no_cases(monkeypatch)
+    monkeypatch.setattr(VariantCompiler, "compile", refuse)
+    code, document = report(capsys, "quantized_linear")
+    assert code == 1
+    assert document["accepted"] is False
+    (variant,) = document["variants"]
+    assert variant["status"] == "failed"
+    assert variant["architecture"] is None
+    assert "a reason" in variant["reason"]
+    assert main(["verify-kernels", "quantized_linear"]) == 1
+    line, summary = capsys.readouterr().out.splitlines()
+    assert line.startswith("quantized_linear_a5 ")
+    assert "FAILED KernelExecutionError: variant quantized_linear_a5" in line
+    assert "0 of 1 variants" in summary
+
+
+def test_a_variants_name_is_no_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-kernels", "quantized_linear_a5"]) == 2
+    assert "compiled, not verified" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""``v41-model verify-kernels``: every kernel executed and compared with its golden."""
+"""``v41-model verify-kernels``: every kernel executed and compared with its golden.
+
+Variants for a device, which cannot be compared with anything here, are compiled and reported as not verified.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
-from v41_config import PRESETS, OperatorError
+from v41_config import PRESETS
 from v41_model.command_options import Subparsers
 from v41_model.errors import OptionError
 from v41_model.kernel_verification import (
@@ -22,11 +25,12 @@ from v41_model.kernel_verification import (
     values_from,
     verify_case,
 )
+from v41_model.variant_reports import FAILED, VariantReport, report_variant
 
 __all__ = ["add_verify_kernels_command"]
 
 REFUSED = 1
-"""Exit code when a kernel's result is not the golden's."""
+"""Exit code when a kernel's result is not the golden's, or a variant does not compile."""
 
 
 def add_verify_kernels_command(subparsers: Subparsers) -> None:
@@ -55,18 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify the chosen operators.
 
     Errors: :class:`OptionError` without v41-kernels, :class:`OperatorError` for a name that has no kernel,
-    ``v41_kernels.PlatformError`` for what an NPU needs and is not there.
+    ``v41_kernels.NoValuesError`` for a variant's, ``v41_kernels.PlatformError`` for what an NPU needs and is not there.
     """
     if importlib.util.find_spec("v41_kernels") is None:
         raise OptionError("verify-kernels", "no v41-kernels", "v41-model[pypto] to be installed")
-    from v41_kernels import OPERATORS, Executor, Tier
+    from v41_kernels import NOT_VERIFIED, OPERATORS, Executor, Tier, VariantCompiler, variants_of
+    from v41_kernels.registry import find_kernel
 
-    for name in arguments.names:
-        if name not in OPERATORS:
-            raise OperatorError("verify-kernels", name, "an operator that `v41-kernels list` names")
+    names = [find_kernel(name).spec.name for name in arguments.names or OPERATORS]
     tier = None if arguments.tier is None else Tier(arguments.tier)
     store = VerdictStore(default_store_directory(), source_digest())
-    cases = [(n, *case) for n in arguments.names or OPERATORS for case in named_cases(n, arguments.preset)]
+    cases = [(n, *case) for n in names for case in named_cases(n, arguments.preset)]
     results: list[CaseResult] = []
     with (
         Executor(
@@ -85,13 +88,26 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 bar.clear()
                 print(_line(result, stored is not None), flush=True)
+    variants: list[VariantReport] = []
+    with VariantCompiler(timeout=arguments.timeout) as compiler:
+        for variant in (variant for name in names for variant in variants_of(name)):
+            variants.append(report_variant(compiler, variant, PRESETS[arguments.preset]))
+            if not arguments.json:
+                print(_variant_line(variants[-1]), flush=True)
     refused = [result for result in results if not result.accepted]
+    failed = [report for report in variants if report.status == FAILED]
     if arguments.json:
-        print(json.dumps({"accepted": not refused, "cases": [asdict(result) for result in results]}, indent=1))
+        document = {
+            "accepted": not refused and not failed,
+            "cases": [asdict(result) for result in results],
+            "variants": [asdict(report) for report in variants],
+        }
+        print(json.dumps(document, indent=1))
     else:
         where = executor.platform if executor.tier is None else f"tier {executor.tier.value}; CPU, no device"
-        print(f"{len(results) - len(refused)} of {len(results)} cases accepted ({where})")
-    return REFUSED if refused else 0
+        compiled = f"; {len(variants) - len(failed)} of {len(variants)} variants {NOT_VERIFIED}" if variants else ""
+        print(f"{len(results) - len(refused)} of {len(results)} cases accepted ({where}){compiled}")
+    return REFUSED if refused or failed else 0
 
 
 def _line(result: CaseResult, stored: bool) -> str:
@@ -99,3 +115,9 @@ def _line(result: CaseResult, stored: bool) -> str:
     errors = "; ".join(f"{name}: {text}" for name, text in result.statistics.items())
     verdict = "accepted" if result.accepted else f"REFUSED {' | '.join(result.reasons)}"
     return f"{result.operator} [{result.case}, {result.tier}, {how}] {verdict}{': ' + errors if errors else ''}"
+
+
+def _variant_line(report: VariantReport) -> str:
+    """No verdict: nothing was compared."""
+    status = report.status if report.reason is None else f"{report.status.upper()} {report.reason}"
+    return f"{report.variant} [for the {report.device}, {report.seconds:.2f} s] {status}"
