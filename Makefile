@@ -11,7 +11,7 @@ help:
 	@echo "make demo     tokens from eight ranks on the tiny checkpoint, checked against one process"
 	@echo "make test     the default tests"
 	@echo "make conform  the tests with FLASH's real dimensions"
-	@echo "make kernels  every kernel after all compiler passes and at FLASH's widths, with the time it took"
+	@echo "make kernels  every kernel after all compiler passes, at FLASH's widths and inside TINY, with the time it took"
 	@echo "make lint     ruff and mypy --strict"
 	@echo "make wheels   build every wheel; install and test each one alone"
 	@echo "make bench    run every benchmark"
@@ -32,7 +32,7 @@ conform: $(STAMP)
 	$(VENV_PYTHON) -m pytest -m conform
 
 kernels: $(STAMP)
-	@started=$$(date +%s); $(VENV_PYTHON) -m pytest -m kernels tests/test_kernel_golden_parity.py tests/test_attention_kernels.py --durations=10; \
+	@started=$$(date +%s); $(VENV_PYTHON) -m pytest -m kernels tests/test_kernel_golden_parity.py tests/test_attention_kernels.py tests/test_swapped_kernels.py --durations=10; \
 	status=$$?; echo "make kernels took $$(($$(date +%s) - started)) s"; exit $$status
 
 lint: $(STAMP)

@@ -1,24 +1,34 @@
-"""Kernels inside the running model: the installed provider, found by its name, beside the goldens call by call."""
+"""Kernels inside the running model: the installed provider, found by its name, beside the goldens call by call and,
+in whole runs, token by token."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-from v41_model import OperatorProvider
+from v41_config import TINY, AttentionMode, LayerConfig, ParallelLayout
+from v41_goldens import ModelWeights
+from v41_goldens.reference_engine import ReferenceEngine
+from v41_loader import open_checkpoint
+from v41_model import LocalWorld, ModelSession, OperatorProvider, Operators, Swap
 from v41_model.cli import main
+from v41_model.forward_file import forward_tensors
+from v41_model.logit_comparison import LOGIT_BOUNDS, LogitVerdict, compare_with_goldens
 from v41_model.operator_calls import CALLS
 from v41_model.operator_provider import find_provider
+from v41_model.swap_report import SwapReport
 
 
 @pytest.fixture
 def options(tiny_checkpoint: Path, tmp_path: Path) -> list[str]:
     requests = tmp_path / "requests.json"
     requests.write_text(json.dumps({"requests": [[0, 17, 42], [0, 99]]}))
-    shared = ["--checkpoint", str(tiny_checkpoint), "--requests", str(requests), "--threads", "1", "--tp", "2"]
-    return ["generate", *shared, "--max-new-tokens", "1", "--no-stream"]
+    return ["--checkpoint", str(tiny_checkpoint), "--requests", str(requests), "--threads", "1"]
 
 
 def test_the_kernels_are_a_provider() -> None:
@@ -29,9 +39,10 @@ def test_the_kernels_are_a_provider() -> None:
 
 def test_exchanged_kernels_change_no_bit_and_no_token(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Operators whose kernels leave no choice of arithmetic, on two ranks, in every layer."""
-    assert main(options) == 0
+    command = ["generate", *options, "--tp", "2", "--max-new-tokens", "1", "--no-stream"]
+    assert main(command) == 0
     golden = capsys.readouterr().out.splitlines()
-    assert main([*options, "--swap", "rms_norm,mhc_post,materialize_rope_rows=pypto"]) == 0
+    assert main([*command, "--swap", "rms_norm,mhc_post,materialize_rope_rows=pypto"]) == 0
     swapped = capsys.readouterr().out.splitlines()
     assert swapped[: len(golden)] == golden
     report = swapped[len(golden) :]
@@ -41,13 +52,156 @@ def test_exchanged_kernels_change_no_bit_and_no_token(options: list[str], capsys
     assert calls["rms_norm out"] == 2 * (2 * 10 + 1)
 
 
+def test_a_defect_of_a_kernel_is_refused_locally_and_in_the_logits(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["forward", *options, "--out", str(tmp_path / "out.safetensors")]
+    command += ["--swap", "combine=pypto", "--compare-logits"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "swap: every bit is the golden's" in lines
+    assert "5 positions: cosine 1.000000 minimum, 1.000000 median; the best token is the golden's at 5" in lines[-1]
+    provider = find_provider("pypto")
+
+    class Defect:
+        def names(self) -> list[str]:
+            return list(provider.names())
+
+        def run(self, name: str, arguments: Mapping[str, Tensor], /) -> None:
+            provider.run(name, arguments)
+            arguments["out"].copy_(arguments["out"].roll(1, 0))
+
+    monkeypatch.setattr("v41_model.swap.find_provider", lambda name: Defect())
+    assert main(command) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "swap: first rejection: layer 0 combine out (1 calls)" in lines
+    assert "positions with a cosine below 0.98" in lines[-1]
+
+
+# ---------------------------------------------------------------------------------------------- all of them, in TINY
+
+PROMPTS = [[5], [0, 17], [0, 99, 3, 4, 421], list(range(3, 16)), [7 * n % TINY.vocab_size for n in range(40)]]
+STEPS = 2
+IN_EVERY_LAYER = {
+    "mhc_mixes",
+    "mhc_pre",
+    "rms_norm",
+    "q_proj_qr",
+    "q_proj_rope",
+    "kv_proj_rope",
+    "publish_window_kv",
+    "sparse_attention",
+    "grouped_output",
+    "o_proj",
+    "mhc_post",
+    "gate",
+    "routed_experts",
+    "shared_expert",
+    "combine",
+}
+ENTRY_AND_EXIT = {"embed", "input_pack", "materialize_rope_rows", "hc_head", "rms_norm"}
+LM_HEAD = {"lm_head", "fp32_linear"}
+"""One contract; whichever of them the report names."""
+
+
+def operators_of(layer: LayerConfig) -> set[str]:
+    """What a layer calls, by its role."""
+    names = set(IN_EVERY_LAYER)
+    if layer.owns_kv:
+        names |= {f"compress_ratio_{layer.compress_ratio}", "index_keys", "publish_index_key", "publish_compressed_kv"}
+    if layer.owns_index:
+        names |= {"index_queries", f"hierarchical_sparse_indexer_{layer.mode.value}"}
+    return names
+
+
+def operators_seen(report: SwapReport, layer: int | None) -> set[str]:
+    return {operator for seen, operator, _ in report.seen if seen == layer}
+
+
+@dataclass(frozen=True)
+class SwappedRun:
+    """A prefill of all prompts in one step and two greedy decode steps, and the goldens on the same tokens."""
+
+    report: SwapReport
+    tensors: dict[str, Tensor]
+    logits: LogitVerdict
+
+    def tokens(self, request: int) -> list[int]:
+        """The tokens that were fed back."""
+        tokens: list[int] = self.tensors[f"request.{request}.decode_tokens"].tolist()
+        return tokens
+
+
+def swapped_run(checkpoint: Path, operators: str, prompts: list[list[int]], steps: int) -> SwappedRun:
+    world = LocalWorld(ParallelLayout())
+    swap = Swap.of_installed(dict.fromkeys(operators.split(","), "pypto"), TINY, world)
+    try:
+        with open_checkpoint(checkpoint) as opened:
+            session = ModelSession.open(opened, world.layout, world, swap.operators)
+        tensors = forward_tensors(session, prompts, steps)
+    finally:
+        swap.close()
+    session.operators = Operators()
+    return SwappedRun(swap.report, tensors, compare_with_goldens(session, tensors, len(prompts)))
+
+
+@pytest.fixture(scope="module")
+def every_kernel(tiny_checkpoint: Path) -> SwappedRun:
+    return swapped_run(tiny_checkpoint, "all", PROMPTS, STEPS)
+
+
 @pytest.mark.kernels
-def test_every_kernel_at_once(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All single operators of the model as kernels: what differs stays within the judges' bounds."""
-    requests = tmp_path / "requests.json"
-    requests.write_text(json.dumps({"requests": [[0, 17, 42, 99, 7]]}))
-    options = ["--checkpoint", str(tiny_checkpoint), "--requests", str(requests), "--threads", "1", "--tp", "2"]
-    assert main(["generate", *options, "--max-new-tokens", "1", "--swap", "all=pypto"]) == 0
+def test_every_kernel_in_every_layer_is_accepted(every_kernel: SwappedRun) -> None:
+    """Call by call, from the swapped run's own inputs."""
+    report = every_kernel.report
+    for layer in TINY.layers:
+        assert operators_seen(report, layer.layer_id) == operators_of(layer)
+    entry_and_exit = operators_seen(report, None)
+    assert entry_and_exit - LM_HEAD == ENTRY_AND_EXIT
+    assert entry_and_exit & LM_HEAD
+    steps = {calls.calls for calls in report.seen.values() if calls.operator in ("gate", "o_proj")}
+    assert steps == {1 + STEPS}
+    assert report.accepted, report.lines()
+
+
+@pytest.mark.kernels
+def test_short_prompts_give_the_goldens_tokens(every_kernel: SwappedRun, tiny_weights: ModelWeights) -> None:
+    """Tokens that follow one or two others."""
+    for request, prompt in enumerate(PROMPTS[:2]):
+        golden = ReferenceEngine(TINY, tiny_weights).generate(0, prompt, STEPS)
+        known = 3 - len(prompt)
+        assert every_kernel.tokens(request)[:known] == golden[:known]
+
+
+@pytest.mark.kernels
+def test_longer_prompts_keep_the_goldens_logits(every_kernel: SwappedRun) -> None:
+    """Every position of all prompts and both decode steps, and the longest prompt by itself."""
+    verdict = every_kernel.logits
+    assert len(verdict.cosines) == sum(map(len, PROMPTS)) + STEPS * len(PROMPTS)
+    verdict.require("logits of TINY with all kernels")
+    longest = verdict.cosines[-len(PROMPTS[-1]) - STEPS :]
+    assert longest.median() >= LOGIT_BOUNDS.median
+    assert longest.min() < 1 - 1e-7, "the kernels' sums are in another order: equal logits would be the goldens' own"
+
+
+@pytest.mark.kernels
+def test_whole_attention_modes_as_kernels(tiny_checkpoint: Path) -> None:
+    """All six, as prefill and as decode."""
+    modes = [name for name, calls in CALLS.items() if calls.whole_mode]
+    run = swapped_run(tiny_checkpoint, ",".join(modes), [[0, 17], list(range(3, 16))], 1)
+    for layer in TINY.layers:
+        expected = {f"{phase}_attn_{layer.mode.value}" for phase in ("prefill", "decode")}
+        assert operators_seen(run.report, layer.layer_id) == expected
+    assert {layer.mode for layer in TINY.layers} == set(AttentionMode)
+    assert run.report.accepted, run.report.lines()
+    run.logits.require("logits of TINY with attention kernels")
+
+
+@pytest.mark.kernels
+def test_every_kernel_at_once_on_two_ranks(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What differs stays within the judges' bounds where a rank holds half of the heads and experts, too."""
+    command = ["generate", *options, "--tp", "2", "--max-new-tokens", "1", "--swap", "all=pypto"]
+    assert main(command) == 0
     report = [line for line in capsys.readouterr().out.splitlines() if line.startswith("swap: ")]
     assert len(report) > 30
     assert all(line.endswith(" 0 calls rejected") for line in report if "calls, " in line)
