@@ -137,11 +137,13 @@ def run_no_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("v41_model.verify_kernels_command.named_cases", lambda name, preset: [])
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("preset", ["tiny", "flash6"])
 def test_a_variant_is_compiled_and_neither_accepted_nor_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path, preset: str
 ) -> None:
     run_no_cases(monkeypatch)
-    code, document = report(capsys, "quantized_linear")
+    code, document = report(capsys, "quantized_linear", "--preset", preset)
     assert code == 0
     (variant,) = document["variants"]
     assert variant["variant"] == "quantized_linear_a5"
