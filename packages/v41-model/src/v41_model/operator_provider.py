@@ -29,8 +29,8 @@ class OperatorProvider(Protocol):
         """Run one operator.
 
         ``arguments`` are the contract's tensors by name, contiguous, and scalars under their names; a count that is
-        missing means all rows. ``out`` and ``inout`` tensors are the caller's and are written in place; expert ids
-        count the experts whose weights are given. Errors: whatever says what is wrong, with nothing written.
+        missing means all rows. ``out`` and ``inout`` tensors are the caller's and are written in place. Errors:
+        whatever says what is wrong, with nothing written.
         """
         ...
 
