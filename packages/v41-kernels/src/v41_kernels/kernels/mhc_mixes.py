@@ -15,7 +15,8 @@ from v41_kernels.kernels.stages.rows import row_tile, vector_row
 ROW_TILE = 8
 COLUMN_TILE = 512
 # Why: the projection has only 24 outputs, so its inputs are walked in pieces of 512, whose FP32 products are summed
-# with compensation; after it everything is a handful of [8, 4] tiles, one vector register line each.
+# with compensation; after it everything is a handful of [8, 4] tiles, and one of [32, 4] for the comb matrices: a step
+# of the Sinkhorn iteration is one sum and one division for all four source streams.
 
 
 def projection(x_hc: Any, fn: Any, first: Any, rows: Any, width: int, outputs: int) -> Any:
@@ -49,23 +50,21 @@ def softmax_row(logits: Any, HC: int, hc_eps: float) -> Any:
     return exponentials / compensated_sum(columns(exponentials, HC)) + hc_eps
 
 
-def sinkhorn(logits: list[Any], HC: int, iterations: int, hc_eps: float) -> list[Any]:
-    """Rows of the comb matrix: softmax over the target stream, then columns and rows in turn; columns come last."""
-    rows = []
-    for row in logits:
-        rows.append(softmax_row(row, HC, hc_eps))
+def sinkhorn(logits: list[Any], HC: int, iterations: int, hc_eps: float) -> Any:
+    """Rows of the comb matrices of eight tokens, those of one source stream below the other: `[HC * R, HC]`.
+
+    Softmax over the target stream, then columns and rows in turn; columns come last.
+    """
+    pypto.set_vec_tile_shapes(HC * ROW_TILE, 32)
+    comb = softmax_row(pypto.concat(logits, 0), HC, hc_eps)
     for iteration in range(iterations):
         if iteration:
-            normed = []
-            for row in rows:
-                normed.append(row / (compensated_sum(columns(row, HC)) + hc_eps))
-            rows = normed
-        total = compensated_sum(rows) + hc_eps
-        divided = []
-        for row in rows:
-            divided.append(row / total)
-        rows = divided
-    return rows
+            comb = comb / (compensated_sum(columns(comb, HC)) + hc_eps)
+        sources = []
+        for j in range(HC):
+            sources.append(comb[j * ROW_TILE : (j + 1) * ROW_TILE, :])
+        comb = comb / pypto.concat([compensated_sum(sources) + hc_eps] * HC, 0)
+    return comb
 
 
 def make_entry(
@@ -97,12 +96,15 @@ def make_entry(
             post_logits = mixes[:, HC : 2 * HC] * factor(scale, 1, HC) + offsets[:, HC : 2 * HC]
             pypto.assemble(sigmoid(pre_logits) + hc_eps, [first, 0], pre)
             pypto.assemble(sigmoid(post_logits) * 2.0, [first, 0], post)
+            mixes = pypto.fillpad(mixes, "constant", 0.0)
             logits = []
             for j in range(HC):
                 start = (2 + j) * HC
                 logits.append(mixes[:, start : start + HC] * factor(scale, 2, HC) + offsets[:, start : start + HC])
             mixed = sinkhorn(logits, HC, int(hc_sinkhorn_iters), hc_eps)
+            pypto.set_vec_tile_shapes(ROW_TILE, 32)
             for j in range(HC):
-                pypto.assemble(mixed[j], [first, j * HC], comb)
+                kept = pypto.view(mixed, [ROW_TILE, HC], [j * ROW_TILE, 0], valid_shape=[rows, HC])
+                pypto.assemble(pypto.clone(kept), [first, j * HC], comb)
 
     return mhc_mixes
