@@ -167,10 +167,20 @@ def test_swapped_operators_are_reported(
     shared = ["--checkpoint", str(tiny_directory), "--requests", str(requests_file), "--swap", "rms_norm=mine"]
     assert main(["generate", *shared, "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "swap: every bit is the golden's"
+    forward = ["forward", *shared, "--out", str(tmp_path / "out"), "--tp", "2", "--decode", "1", "--compare-logits"]
+    assert main([*forward, "--dp", "2", "--wiring", "both"]) == 0
+    assert re.fullmatch(
+        r"logits beside the goldens': accepted; 12 positions: cosine 1\.0+ minimum, 1\.0+ median; "
+        "the best token is the golden's at 12",
+        capsys.readouterr().out.splitlines()[-1],
+    )
     Provider.factor = 1.5
-    assert main(["forward", *shared, "--out", str(tmp_path / "out"), "--tp", "2"]) == 1
+    assert main(forward) == 1
     lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"logits beside the goldens': \d+ positions with a cosine below 0.98, first at ", lines[-1])
     assert any("swap: first difference: layer 0 rms_norm out (call 1, rank 0" in line for line in lines)
+    assert main([word for word in forward if word not in ("--swap", "rms_norm=mine")]) == 2
+    assert "--compare-logits: expected operators of a provider" in capsys.readouterr().err
     assert main(["generate", *shared, "--max-new-tokens", "2", "--swap", "rms_norm=other"]) == 2
     assert "rms_norm twice" in capsys.readouterr().err
 
