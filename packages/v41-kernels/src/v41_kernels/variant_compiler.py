@@ -11,14 +11,12 @@ from typing import Any
 from v41_config import FLASH, OperatorError, find_operator
 from v41_kernels.calculator import default_cache_directory
 from v41_kernels.errors import KernelExecutionError
+from v41_kernels.kernels.stages.tile_shapes import SCALE_PAIR
 from v41_kernels.platforms import Platform
 from v41_kernels.pypto_for_a5 import ARCHITECTURE, pypto_for_a5
 from v41_kernels.pypto_install import find_pypto
 from v41_kernels.variants import VARIANTS, CompiledVariant, Variant
 from v41_kernels.worker_process import WorkerProcess
-
-SCALE_PAIR = 64
-"""The product takes its scales in pairs, of 32 inputs each."""
 
 
 class VariantCompiler:

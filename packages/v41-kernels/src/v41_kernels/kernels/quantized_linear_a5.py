@@ -11,20 +11,20 @@ import pypto
 from v41_kernels.kernels.stages.linear import divisor_tile
 from v41_kernels.kernels.stages.quantisers import MX_GROUP
 from v41_kernels.kernels.stages.rows import row_tile
+from v41_kernels.kernels.stages.tile_shapes import SCALE_PAIR
 
 ROW_TILE = 64
 COLUMN_TILE = 128
 _INPUT_TILE = 256
-_SCALE_PAIR = 64
 # Why: of FP8, 64 x 256 are 16 KB in L0A and 128 x 256 are 32 KB in L0B, which hold 64 KB each, so both are buffered
-# twice; 64 x 128 sums are 32 KB in L0C. The instruction takes scales in pairs, so 64 inputs are the least.
+# twice; 64 x 128 sums are 32 KB in L0C.
 
 
 def make_entry(*, N: int, K: int, exact_type: str = "DT_BF16") -> Callable[..., None]:
-    """The entry for weights `[N, K]`, K a multiple of 64, on the rows that `quantized_activations` gives."""
+    """The entry for weights `[N, K]`, K a multiple of `SCALE_PAIR`, on the rows that `quantized_activations` gives."""
     n_tile = divisor_tile(N, COLUMN_TILE, MX_GROUP)
-    k_tile = divisor_tile(K, _INPUT_TILE, _SCALE_PAIR)
-    blocks, groups, pairs = n_tile // MX_GROUP, K // MX_GROUP, K // _SCALE_PAIR
+    k_tile = divisor_tile(K, _INPUT_TILE, SCALE_PAIR)
+    blocks, groups, pairs = n_tile // MX_GROUP, K // MX_GROUP, K // SCALE_PAIR
     result = getattr(pypto, exact_type)
 
     def quantized_linear_a5(

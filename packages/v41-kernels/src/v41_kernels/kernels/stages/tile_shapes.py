@@ -1,5 +1,8 @@
 """Tile widths that the compiler accepts."""
 
+SCALE_PAIR = 64
+"""Inputs of an MX product that takes its scales in pairs, of 32 inputs each: their number is a multiple of it."""
+
 _LINE_ELEMENTS = 16
 # The last axis of a tile spans whole 32-byte lines; 16 elements do so for BF16 and, of course, for FP32.
 
