@@ -35,6 +35,7 @@ from v41_kernels.cli import main
 from v41_kernels.device import open_device
 from v41_kernels.devices import built_in_devices
 from v41_kernels.platforms import find_platform
+from v41_kernels.provider import npu_provider
 from v41_kernels.pypto_install import PyptoInstall
 
 STAND_IN = Path(__file__).parent / "stand_in_npu"
@@ -109,6 +110,13 @@ def test_each_missing_piece_is_named_with_what_to_do(
     with pytest.raises(PlatformError, match=f"found '{found}") as caught:
         find_platform("npu", 0, complete)
     assert remedy in caught.value.expected
+
+
+@LINUX
+def test_the_provider_for_npus_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    with pytest.raises(PlatformError, match="no CANN"):
+        npu_provider()
 
 
 def test_a_cpu_has_no_device_id(complete: PyptoInstall) -> None:
