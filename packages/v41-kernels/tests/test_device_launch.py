@@ -82,3 +82,11 @@ def test_a_kernel_becomes_device_code_and_its_tensors_are_taken(
         compiled = log.read_text()
         assert "dav-c220-vec" in compiled
         assert "dav-c220-cube" in compiled
+
+
+def test_a_compiled_kernel_takes_any_number_of_rows(device: Executor, registered: Path) -> None:
+    device.run("rms_norm", **bench_operands(bind_for_bench("rms_norm", TINY, 5)))
+    (registered / "compiler.log").write_text("")
+    for rows in (9, 1, 0):
+        device.run("rms_norm", **bench_operands(bind_for_bench("rms_norm", TINY, rows)))
+    assert (registered / "compiler.log").read_text() == ""
