@@ -32,7 +32,7 @@ from v41_kernels.bench import BenchResult, as_line, header
 from v41_kernels.bench_operands import bench_operands, bind_for_bench
 from v41_kernels.calculator import default_cache_directory
 from v41_kernels.cli import main
-from v41_kernels.device import open_device
+from v41_kernels.device import Device, open_device
 from v41_kernels.platforms import find_platform
 from v41_kernels.provider import npu_provider
 from v41_kernels.pypto_install import PyptoInstall
@@ -174,6 +174,18 @@ def test_a_torch_npu_that_cannot_be_imported_gives_its_own_reason(
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     with pytest.raises(PlatformError, match=r"set_env\.sh.*cannot be imported: libhccl\.so"):
         open_device(0)
+
+
+def test_a_library_that_pypto_misses_gives_its_own_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pypto 0.2.0 does where ASCEND_HOME_PATH is set and CANN's libraries are not found."""
+
+    def session(scratch: Path) -> None:
+        raise OSError("libascendcl.so: cannot open shared object file")
+
+    installed(monkeypatch)
+    monkeypatch.setattr("v41_kernels.device.CompilerSession", session)
+    with pytest.raises(PlatformError, match=r"import pypto.*set_env\.sh.*libascendcl\.so"):
+        Device(0, tmp_path)
 
 
 class StandIn:

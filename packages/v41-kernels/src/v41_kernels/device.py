@@ -61,12 +61,12 @@ class Device:
         Errors: `PlatformError`, `PyptoInstallError`.
         """
         self._npu = open_device(device_id)
-        self._device = torch.device("npu", device_id)
         try:
             self._session = CompilerSession(scratch)
         except OSError as error:
             expected = "libraries of CANN that pypto's device runtime finds: source CANN's set_env.sh"
             raise PlatformError("platform 'npu', import pypto", str(error), expected) from error
+        self._device = torch.device("npu", device_id)
         # Compiled entries stay: another call of the same sizes only launches. What pypto wrote for them stays as well,
         # in the directory that the process was given.
         self._compiled: dict[Callable[..., None], Any] = {}
