@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from v41_goldens import number_formats
 from v41_goldens.errors import OperandError
 from v41_goldens.judges import assert_equal_bits
 from v41_goldens.number_formats import (
     e2m1_decode,
     e2m1_encode,
+    e2m1_times_e8m0,
     e4m3_decode,
     e4m3_encode,
     e8m0_decode,
@@ -214,6 +216,33 @@ def test_every_product_of_a_pair_and_a_scale_is_that_of_ml_dtypes() -> None:
     expected = in_ml_dtypes(nibble, "float4_e2m1fn").double() * in_ml_dtypes(scale, "float8_e4m3fn").double()[:, None]
     assert bits_of(found.float()) == bits_of(expected.float().repeat(1, 8))
     assert torch.equal(found.double().nan_to_num(), expected.repeat(1, 8).nan_to_num()), "no rounding"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_product_of_an_fp4_code_and_a_weight_scale_is_that_of_ml_dtypes(dtype: torch.dtype) -> None:
+    """All 65,536 products of a byte and an E8M0 scale: with scales that exponents can be added for, and with others.
+
+    Together they take the general way, scale by scale those in range take the other.
+    """
+    packed = ALL_BYTES.view(1, 16, 16).repeat(256, 1, 1)
+    scale = ALL_BYTES.view(256, 1, 1).repeat(1, 16, 1).view(torch.float8_e8m0fnu)
+    nibble = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(2)
+    products = in_ml_dtypes(nibble, "float4_e2m1fn").double() * in_ml_dtypes(scale.view(torch.uint8), "float8_e8m0fnu")
+    expected = products.to(torch.float32).to(dtype)
+    assert bits_of(e2m1_times_e8m0(packed, scale, dtype)) == bits_of(expected)
+    alone = [e2m1_times_e8m0(bytes_, own, dtype) for bytes_, own in zip(packed, scale, strict=True)]
+    assert bits_of(torch.stack(alone)) == bits_of(expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_rows_decoded_in_chunks_are_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = torch.randint(0, 256, (7, 5, 33), dtype=torch.uint8)[..., 1:]  # an odd place in memory
+    scale = torch.randint(100, 140, (7, 5, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    whole = e2m1_times_e8m0(packed, scale)
+    monkeypatch.setattr(number_formats, "_CHUNK_ELEMENTS", 64 * rows)
+    assert_equal_bits(e2m1_times_e8m0(packed, scale), whole, "chunks")
+    groups = e2m1_decode(packed).unflatten(-1, (2, 32))
+    assert_equal_bits(whole, (groups * e8m0_decode(scale).unsqueeze(-1)).flatten(-2), "product")
 
 
 @settings(deadline=None)

@@ -79,6 +79,24 @@ def test_fp4_dequantises_group_by_group(e2m1_grid: list[Fraction]) -> None:
     assert_equal_bits(weight.rows(1, 4).dequantize(), values[1:4], "rows")
 
 
+def test_every_fp8_code_times_every_scale(e4m3_grid: list[Fraction]) -> None:
+    """Each scale alone and all of them together; those near the end of FP32's range leave no room on the way."""
+    magnitudes = torch.tensor([float(value) for value in e4m3_grid])  # 127 of them; the code after them is NaN
+    codes = torch.arange(127, dtype=torch.uint8).repeat(1, 32, 1)
+    codes = torch.cat([codes, codes | 0x80, torch.zeros(1, 32, 2, dtype=torch.uint8)], dim=-1).repeat(255, 1, 1)
+    values = torch.cat([magnitudes, -magnitudes, torch.zeros(2)]).double()
+    scale = torch.arange(255, dtype=torch.uint8).view(255, 1).repeat(1, 8)
+    expected = (values * torch.pow(2.0, torch.arange(255).double() - 127).view(255, 1, 1)).float().expand(255, 32, 256)
+
+    def weight(of: slice) -> Fp8Weight:
+        own = codes[of].reshape(-1, 256).view(torch.float8_e4m3fn)
+        return Fp8Weight(own, scale[of].contiguous().view(torch.float8_e8m0fnu))
+
+    assert_equal_bits(weight(slice(None)).dequantize(), expected.flatten(0, 1), "all scales")
+    for code in range(255):
+        assert_equal_bits(weight(slice(code, code + 1)).dequantize(), expected[code], f"scale {code}")
+
+
 def test_extreme_scales_stay_exact_and_nan_stays_nan() -> None:
     smallest = torch.zeros(1, 1, dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 2^-127
     codes = torch.ones(32, 32, dtype=torch.uint8)  # 2^-9

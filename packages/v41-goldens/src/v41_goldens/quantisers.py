@@ -21,6 +21,7 @@ from v41_goldens.number_formats import (
     E4M3_MAX,
     e2m1_decode,
     e2m1_encode,
+    e2m1_times_e8m0,
     e4m3_decode,
     e4m3_encode,
     e8m0_decode,
@@ -41,7 +42,7 @@ _RECIPROCAL_E2M1_MAX = float(np.float32(1.0 / E2M1_MAX))
 
 
 _CHUNK_ELEMENTS = 1 << 18
-"""Elements quantised at a time: their FP32 copies (1 MB each) stay in cache."""
+"""Elements quantised at a time: their two FP32 copies (1 MB each) stay in cache and are used again."""
 
 
 class Quantized(NamedTuple):
@@ -61,17 +62,20 @@ def quantize_activation(x: Tensor) -> Quantized:
         payload float8_e4m3fn `[..., K]`, scale float8_e8m0fnu `[..., K/32]`: the smallest power of two at or above
         `max(amax, 1e-4) * FP32(1/448)`.
     """
-    if x.numel() > max(_CHUNK_ELEMENTS, x.shape[-1]):
-        parts = [quantize_activation(part) for part in _row_chunks(x)]
-        payload, scale = (torch.cat([part.view(torch.uint8) for part in column]) for column in zip(*parts, strict=True))
-        return Quantized(
-            payload.view(x.shape).view(torch.float8_e4m3fn),
-            scale.view(*x.shape[:-1], -1).view(torch.float8_e8m0fnu),
-        )
-    groups, amax = _groups(x, MX_GROUP, "quantize_activation x")
-    scale = pow2_ceil_e8m0(amax.clamp_min_(FP8_AMAX_FLOOR).mul_(_RECIPROCAL_E4M3_MAX))
-    codes = e4m3_encode(groups / e8m0_decode(scale).unsqueeze(-1))
-    return Quantized(codes.view(x.shape), scale.view(torch.float8_e8m0fnu))
+    _check_groups(x, MX_GROUP, "quantize_activation x")
+    payload = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(*x.shape[:-1], x.shape[-1] // MX_GROUP, dtype=torch.uint8, device=x.device)
+    groups, codes, scales = x.reshape(-1, MX_GROUP), payload.view(-1, MX_GROUP), scale.view(-1)
+    step = max(1, _CHUNK_ELEMENTS // MX_GROUP)
+    buffers = torch.empty(2, min(step, len(groups)), MX_GROUP, device=x.device)
+    for start in range(0, len(groups), step):
+        chunk = slice(start, start + step)
+        values, magnitudes = buffers[:, : len(groups[chunk])]
+        amax = torch.abs(values.copy_(groups[chunk]), out=magnitudes).amax(-1)
+        scales[chunk] = pow2_ceil_e8m0(amax.clamp_min_(FP8_AMAX_FLOOR).mul_(_RECIPROCAL_E4M3_MAX))
+        # No clamp: BF16 has no amax so little above 448 times a power of two that the product rounds down to it.
+        codes[chunk] = values.div_(e8m0_decode(scales[chunk]).unsqueeze(-1))
+    return Quantized(payload, scale.view(torch.float8_e8m0fnu))
 
 
 def dequantize_activation(q: Quantized) -> Tensor:
@@ -128,23 +132,21 @@ def quantize_index(x: Tensor) -> Quantized:
 
 def dequantize_index(q: Quantized) -> Tensor:
     """BF16 `[..., K]` of `quantize_index`'s result; exact, since code times power of two fits BF16."""
-    return _scaled(e2m1_decode(q.payload), e8m0_decode(q.scale)).to(torch.bfloat16)
-
-
-def _row_chunks(x: Tensor) -> tuple[Tensor, ...]:
-    """Rows of `x` `[..., K]` in chunks of at most `_CHUNK_ELEMENTS`, a single row at least."""
-    chunks: tuple[Tensor, ...] = x.reshape(-1, x.shape[-1]).split(max(1, _CHUNK_ELEMENTS // x.shape[-1]))
-    return chunks
+    return e2m1_times_e8m0(q.payload, q.scale, torch.bfloat16)
 
 
 def _groups(x: Tensor, size: int, where: str) -> tuple[Tensor, Tensor]:
     """FP32 `[..., K/size, size]` and the largest magnitude of each group `[..., K/size]`; NaN wins over any number."""
+    _check_groups(x, size, where)
+    groups = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    return groups, groups.abs().amax(-1)
+
+
+def _check_groups(x: Tensor, size: int, where: str) -> None:
     if x.dtype != torch.bfloat16:
         raise OperandError(where, x.dtype, "torch.bfloat16")
     if x.shape[-1] % size:
         raise OperandError(where, tuple(x.shape), f"a last dimension that is a multiple of {size}")
-    groups = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    return groups, groups.abs().amax(-1)
 
 
 def _e2m1_groups(groups: Tensor, scale: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from v41_config.model_config import MX_GROUP, ModelConfig
 from v41_goldens.errors import WeightError
 from v41_goldens.exact import dot_by_rows
-from v41_goldens.number_formats import e2m1_decode, e4m3_decode, e8m0_decode
+from v41_goldens.number_formats import E4M3_UNIT_IN_FP16, e2m1_times_e8m0, e4m3_decode, e4m3_in_fp16, e8m0_decode
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -63,10 +63,13 @@ class Fp8Weight:
 
         A product beyond it becomes infinite; BF16 loses bits below 2^-126.
         """
+        codes, scale = self.codes.contiguous(), e8m0_decode(self.scale)
+        values, factor = e4m3_in_fp16(codes), scale * E4M3_UNIT_IN_FP16
+        if values is None or factor.isinf().any():
+            values, factor = e4m3_decode(codes), scale
         n, k = self.shape
-        tiles = e4m3_decode(self.codes).view(n // MX_GROUP, MX_GROUP, k)
-        scale = e8m0_decode(self.scale).repeat_interleave(MX_GROUP, dim=1)
-        return tiles.mul_(scale.unsqueeze(1)).view(self.shape).to(dtype)
+        tiles = values.to(torch.float32).view(n // MX_GROUP, MX_GROUP, k)
+        return tiles.mul_(factor.repeat_interleave(MX_GROUP, dim=1).unsqueeze(1)).view(self.shape).to(dtype)
 
     def dot(self, x: Tensor) -> Tensor:
         """FP32 dot products `[..., N]` of rows `x [..., K]` with this matrix, by E1."""
@@ -107,9 +110,7 @@ class Fp4Weight:
 
         A product beyond it becomes infinite; BF16 loses bits below 2^-126.
         """
-        n, k = self.shape
-        groups = e2m1_decode(self.packed, dtype).view(n, k // MX_GROUP, MX_GROUP)
-        return groups.mul_(e8m0_decode(self.scale).to(dtype).unsqueeze(-1)).view(self.shape)
+        return e2m1_times_e8m0(self.packed, self.scale, dtype)
 
     def dot(self, x: Tensor) -> Tensor:
         """FP32 dot products `[..., N]` of rows `x [..., K]` with this matrix, by E1."""
