@@ -19,14 +19,13 @@ from torch import Tensor
 
 from v41_config import FLASH
 from v41_goldens.quantisers import quantize_activation
+from v41_goldens.row_tiles import weight_rows_at_once
 from v41_goldens.weights import Fp4Weight
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from baselines.stacked_nibbles import dequantize_stacked
 from baselines.torchao_mx import torchao_mx
-
-TILE_ROWS = 96
 
 
 def best_seconds(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -62,7 +61,7 @@ def main() -> int:
     n, k = FLASH.moe_intermediate_size, FLASH.hidden_size
     packed = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8, generator=generator)
     scale = torch.randint(116, 124, (n, k // 32), dtype=torch.uint8, generator=generator).view(torch.float8_e8m0fnu)
-    weight = Fp4Weight(packed, scale)
+    weight, tile_rows = Fp4Weight(packed, scale), weight_rows_at_once(k)
     x = torch.randn(4096, k, generator=generator).bfloat16()
 
     bf16, failed = torch.bfloat16, 0
@@ -84,7 +83,7 @@ def main() -> int:
         failed += 1
 
     def in_tiles(form: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[[], object]:
-        parts = list(zip(packed.split(TILE_ROWS), scale.split(TILE_ROWS), strict=True))
+        parts = list(zip(packed.split(tile_rows), scale.split(tile_rows), strict=True))
         return lambda: [form(part, own, bf16) for part, own in parts]
 
     wanted = {"torchao": 10.0, "stacked nibbles": 6.0}
@@ -94,7 +93,7 @@ def main() -> int:
         "stacked nibbles": dequantize_stacked,
     }
     tiles = best_seconds({name: in_tiles(form) for name, form in forms.items()}, options.repeats)
-    report(f"MXFP4 [{n}, {k}] to BF16 in tiles of {TILE_ROWS} rows", tiles, n * k, wanted)
+    report(f"MXFP4 [{n}, {k}] to BF16 in tiles of {tile_rows} rows", tiles, n * k, wanted)
     whole = best_seconds({name: lambda f=form: f(packed, scale, bf16) for name, form in forms.items()}, options.repeats)  # type: ignore[misc]
     report("MXFP4, the whole matrix at once", whole, n * k, wanted)
     quantisers: dict[str, Callable[[], object]] = {

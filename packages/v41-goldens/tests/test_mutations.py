@@ -379,7 +379,7 @@ def ties_toward_zero(golden: Golden, module: ModuleType) -> Verdicts:
 
 
 @of_source("scale one exponent low", "2.2", judges.judge_equal_bits, "number_formats",
-           ("(exponent + ((bits & 0x7FFFFF) != 0))", "exponent"))  # fmt: skip
+           ("(magnitude + 0x7FFFFF)", "magnitude.clone()"))  # fmt: skip
 def low_scale(golden: Golden, module: ModuleType) -> Verdicts:
     return quantised(golden.normal(48, TINY.head_dim), module, "window_kv")
 

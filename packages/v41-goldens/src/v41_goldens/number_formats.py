@@ -27,6 +27,7 @@ E8M0_NAN = 255
 """The E8M0 code that is not a number."""
 
 _FP32_BIAS = 127
+_FP32_INFINITY = 0x7F800000
 _BF16_MANTISSA_BITS = 7
 
 E4M3_UNIT_IN_FP16 = 256.0
@@ -35,8 +36,8 @@ E4M3_UNIT_IN_FP16 = 256.0
 _E4M3_BITS_IN_FP16 = ~0x4000
 """Clears the copy of the sign that shifting a sign-extended byte leaves in the top exponent bit."""
 
-_CHUNK_ELEMENTS = 1 << 19
-"""Elements of `e2m1_times_e8m0` made at a time: what is needed on the way (2 MB) stays in cache and is used again."""
+_CHUNK_ELEMENTS = 1 << 20
+"""Elements of `e2m1_times_e8m0` made at a time: what is needed on the way (4 MB) stays in cache and is used again."""
 
 _NON_ZERO = 1
 """Lowest bit of a BF16 number, which no E2M1 value needs: set in the table of `e2m1_times_e8m0` unless it is a zero."""
@@ -91,8 +92,9 @@ def e8m0_decode(codes: Tensor) -> Tensor:
 def pow2_ceil_e8m0(x: Tensor) -> Tensor:
     """E8M0 codes of the smallest power of two at or above `x`, from the bit pattern (model.md section 2.2).
 
-    The code is the exponent field, plus one if any mantissa bit is set. The sign bit is ignored. Subnormal values
-    give code 1; finite values above 2^127 saturate at code 254; infinity and NaN give 255, which is NaN.
+    The code is the exponent field, plus one if any mantissa bit is set: a carry out of the mantissa. The sign bit is
+    ignored. Subnormal values give code 1; finite values above 2^127 saturate at code 254; infinity and NaN give 255,
+    which is NaN.
 
     Args:
         x: FP32, any shape.
@@ -100,10 +102,9 @@ def pow2_ceil_e8m0(x: Tensor) -> Tensor:
     Returns:
         uint8 codes of the same shape.
     """
-    bits = x.contiguous().view(torch.int32)
-    exponent = (bits >> 23) & 0xFF
-    code = (exponent + ((bits & 0x7FFFFF) != 0)).clamp_max_(E8M0_NAN - 1)
-    return torch.where(exponent == 0xFF, E8M0_NAN, code).to(torch.uint8)
+    magnitude = x.contiguous().view(torch.int32) & 0x7FFFFFFF
+    code = (magnitude + 0x7FFFFF).bitwise_right_shift_(23).clamp_max_(E8M0_NAN - 1)
+    return torch.where(magnitude >= _FP32_INFINITY, E8M0_NAN, code).to(torch.uint8)
 
 
 def e2m1_decode(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

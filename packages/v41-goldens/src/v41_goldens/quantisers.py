@@ -41,8 +41,8 @@ _RECIPROCAL_E4M3_MAX = float(np.float32(1.0 / E4M3_MAX))
 _RECIPROCAL_E2M1_MAX = float(np.float32(1.0 / E2M1_MAX))
 
 
-_CHUNK_ELEMENTS = 1 << 18
-"""Elements quantised at a time: their two FP32 copies (1 MB each) stay in cache and are used again."""
+_CHUNK_ELEMENTS = 1 << 20
+"""Elements quantised at a time: their two FP32 copies (4 MB each) stay in cache and are used again."""
 
 
 class Quantized(NamedTuple):

@@ -34,13 +34,18 @@ def matmul(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
     tiles = pad_rows(x).unflatten(0, (-1, ROW_TILE))
     # Transposed: on a CPU the left operand of a product is read as it lies, the right one is packed first, each time.
     result = x.new_empty(len(tiles), n, ROW_TILE)
-    step = max(32, _CHUNK_ELEMENTS // max(1, k) // 32 * 32)
+    step = weight_rows_at_once(k)
     for start in range(0, n, step) if count else ():
         stop = min(start + step, n)
         w = rows(start, stop)
         for tile, part in zip(tiles, result, strict=True):
             torch.mm(w, tile.T, out=part[start:stop])
     return result.transpose(1, 2).flatten(0, 1)[:count]
+
+
+def weight_rows_at_once(k: int) -> int:
+    """Rows of a weight of `k` columns that are made at a time, a multiple of 32."""
+    return max(32, _CHUNK_ELEMENTS // max(1, k) // 32 * 32)
 
 
 def pad_rows(x: Tensor) -> Tensor:
