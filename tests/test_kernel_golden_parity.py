@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import TINY, OperatorError, ParallelLayout, find_operator
+from v41_config import TINY, ModelConfig, OperatorError, ParallelLayout, find_operator
 from v41_goldens.fixtures import FixtureCase, operator_fixture
 from v41_goldens.judges import judge_equal_bits
 from v41_goldens.operators import golden
 from v41_kernels import CHECKED_PASSES, OPERATORS, Executor, Tier
-from v41_model.kernel_cases import EXACT, HARD_CASES, KernelCase, judge
+from v41_model.kernel_cases import EXACT, HARD_CASES, KernelCase, fixture_case, hard_case, judge
 from v41_model.kernel_verification import named_cases
 
 COMPOSED = [name for name, operator in OPERATORS.items() if operator.composition is not None]
@@ -37,9 +37,6 @@ FLASH_GRAPH = (
     *("publish_window_kv", "publish_compressed_kv", "publish_index_key", "compress_ratio_1", "index_keys", "gate"),
 )
 """Operators that FLASH's dimensions cost little in the default run."""
-
-LARGE = {"prefill_", "decode_", "moe", "qkv_proj_rope", "routed_experts"}
-"""What FLASH's dimensions make too long for any run on two processors, by the beginning of the name."""
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +89,22 @@ def test_the_values_after_all_passes_are_like_the_golden(executor: Executor, nam
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    "name", [name for name in OPERATORS if name not in FLASH_GRAPH and not name.startswith(tuple(LARGE))]
-)
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in FLASH_GRAPH and name not in TWINS])
 def test_wide_flash_operators(executor: Executor, name: str) -> None:
     for case in cases_of(name, "flash6"):
         run_and_judge(executor, case)
+
+
+@pytest.mark.parametrize("tier", [Tier.GRAPH, pytest.param(Tier.PASSES, marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("inputs", [1024, 1056, 2304])
+def test_fp4_inputs_in_several_chunks(executor: Executor, inputs: int, tier: Tier) -> None:
+    run_and_judge(executor, hard_case("quantized_linear_fp4", TINY, 3, 2, K=inputs), tier)
+
+
+def test_one_expert_for_each_token(executor: Executor) -> None:
+    fields = {name: getattr(TINY, name) for name in ModelConfig.model_fields}
+    config = ModelConfig.model_validate({**fields, "num_experts_per_tok": 1})
+    run_and_judge(executor, fixture_case("moe", FixtureCase(config, tokens=6, active_tokens=5, requests=2)))
 
 
 def test_experts_take_what_dispatch_wrote(executor: Executor) -> None:

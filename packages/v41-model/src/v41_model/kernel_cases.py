@@ -23,7 +23,7 @@ from v41_goldens.judges.verdict import Verdict
 from v41_goldens.operators import golden
 from v41_goldens.rope import precompute_rope_tables
 
-__all__ = ["HARD_CASES", "KernelCase", "fixture_case", "hard_case", "judge", "layout_of"]
+__all__ = ["HARD_CASES", "KernelCase", "fixture_case", "hard_case", "judge", "judged_config", "layout_of"]
 
 SENTINEL = -7.0
 SENTINEL_BYTE = 0x5A
@@ -61,17 +61,47 @@ class KernelCase:
         return self.bound.spec.name
 
 
-_DECODED_WHOLE = frozenset({"q_proj_rope", "grouped_output", "o_proj"})
-"""Operators whose weights TP divides, and of which the interpreter keeps every decoded tile for each tile of rows."""
+_DIVIDED = frozenset({"q_proj_rope", "qkv_proj_rope", "grouped_output", "o_proj"})
+"""Operators with weights that TP divides and without transports; attention entries are more of them."""
+
+_LARGE_HEADS = 1 << 24
+"""Weights of a query projection of which the interpreter, which keeps whatever it has decoded, is given an eighth."""
+
+_SHARE = 8
+"""Ranks among which FLASH's heads are divided."""
 
 
 def layout_of(name: str, config: ModelConfig) -> ParallelLayout:
-    """One rank, but two for experts, whose ids do not begin at the last rank's, and eight for weights of FLASH's width
-    of `_DECODED_WHOLE`: the memory of an ordinary machine holds those of an eighth."""
+    """One rank, but two for experts, whose ids do not begin at the last rank's, and eight for FLASH's heads."""
     if name == "routed_experts":
         return ParallelLayout(dp=2)
-    large = name in _DECODED_WHOLE and config.num_attention_heads * config.head_dim * config.q_lora_rank > 1 << 24
-    return ParallelLayout(tp=8) if large else ParallelLayout()
+    divided = name in _DIVIDED or "_attn_" in name
+    return ParallelLayout(tp=_SHARE) if divided and _has_large_heads(config) else ParallelLayout()
+
+
+def judged_config(name: str, config: ModelConfig) -> ModelConfig:
+    """The model, but for what is too much of FLASH for one launch and has no rank's share in the contract.
+
+    A half layer joins its group's other ranks, so it is judged with an eighth of the heads. Experts are judged with as
+    many of them as memory takes, and one for each token.
+    """
+    if not _has_large_heads(config):
+        return config
+    if name in ("routed_experts", "moe"):
+        return _changed(config, n_routed_experts=4 if name == "routed_experts" else 2, num_experts_per_tok=1)
+    if name.startswith(("prefill_", "decode_")) and "_attn_" not in name:
+        heads, groups = config.num_attention_heads // _SHARE, config.o_groups // _SHARE
+        return _changed(config, num_attention_heads=heads, o_groups=groups)
+    return config
+
+
+def _has_large_heads(config: ModelConfig) -> bool:
+    return config.num_attention_heads * config.head_dim * config.q_lora_rank > _LARGE_HEADS
+
+
+def _changed(config: ModelConfig, **changes: int) -> ModelConfig:
+    fields = {name: getattr(config, name) for name in ModelConfig.model_fields}
+    return ModelConfig.model_validate({**fields, **changes})
 
 
 def fixture_case(name: str, fixture: FixtureCase) -> KernelCase:

@@ -12,12 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from v41_config import PRESETS, V41Error
+from v41_config import PRESETS, ModelConfig, V41Error
 from v41_config.user_cache import user_cache_directory
 from v41_goldens.fixtures import FixtureCase
 from v41_goldens.fixtures.batch import Phase
 from v41_model.atomic_file import atomic_file
-from v41_model.kernel_cases import HARD_CASES, KernelCase, fixture_case, hard_case, judge, layout_of
+from v41_model.kernel_cases import HARD_CASES, KernelCase, fixture_case, hard_case, judge, judged_config, layout_of
 
 if TYPE_CHECKING:
     from v41_kernels import Executor
@@ -50,22 +50,25 @@ class CaseResult:
 
 
 def named_cases(name: str, preset: str) -> list[NamedCase]:
-    """The cases of an operator at a preset's dimensions, each with a name and made when it is called for."""
-    config = PRESETS[preset]
+    """The cases of an operator at a preset's dimensions, each with a name and made when it is called for.
+
+    Of large dimensions some operators are judged on a share: see `layout_of` and `judged_config`.
+    """
+    config = judged_config(name, PRESETS[preset])
     small = preset.startswith("tiny")
-    rows, active = (13, 11) if small else (3, 2)
+    rows, active = (13, 11) if small else (2, 1) if name == "moe" else (3, 2)
     phase: Phase = "decode" if name.startswith("decode_") else "prefill"
     layout, requests = layout_of(name, config), min(active, 3)
     fixture = FixtureCase(config, layout, phase=phase, tokens=rows, active_tokens=active, requests=requests)
     cases: list[NamedCase] = [(f"fixture {active}/{rows} {preset}", lambda: fixture_case(name, fixture))]
     if name in HARD_CASES:
         for total, used in SMALL_EXTENTS if small else WIDE_EXTENTS:
-            cases.append((f"hard {used}/{total} {preset}", _hard(name, preset, total, used)))
+            cases.append((f"hard {used}/{total} {preset}", _hard(name, config, total, used)))
     return cases
 
 
-def _hard(name: str, preset: str, rows: int, active: int) -> Callable[[], KernelCase]:
-    return lambda: hard_case(name, PRESETS[preset], rows, active)
+def _hard(name: str, config: ModelConfig, rows: int, active: int) -> Callable[[], KernelCase]:
+    return lambda: hard_case(name, config, rows, active)
 
 
 def values_from(executor: Executor) -> str:

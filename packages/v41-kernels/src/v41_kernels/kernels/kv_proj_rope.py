@@ -10,7 +10,7 @@ from v41_kernels.kernels.stages.rotation import write_rotated
 from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 8
-COLUMN_TILE = 128
+COLUMN_TILE = 1024
 # Why: as in `q_proj_qr`; a projected row (512 channels) is rotated in the tile in which it is normed.
 
 

@@ -8,7 +8,7 @@ import pypto
 from v41_kernels.kernels.stages.projections import fp8_projection, normed
 
 ROW_TILE = 8
-COLUMN_TILE = 128
+COLUMN_TILE = 1024
 # Why: as in `quantized_linear`; the projected rows (8 x 1,280 BF16, 20 KB) stay on chip until all their channels are
 # there to be normed. All eight are kept, valid or not: the compiler forgets how many rows of such a tile are.
 

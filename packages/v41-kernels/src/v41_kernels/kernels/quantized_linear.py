@@ -5,18 +5,18 @@ from collections.abc import Callable
 
 import pypto
 
-from v41_kernels.kernels.stages.linear import divisor_tile, fp8_product, quantised_rows
+from v41_kernels.kernels.stages.linear import fp8_product, output_tile, quantised_rows
 from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 8
-COLUMN_TILE = 128
-# Why: a row tile is quantised once and serves all output tiles. 128 outputs keep the decoded weights of 5,120 inputs
-# at 1.3 MB, which a cube core streams through L1 in tiles of 128; each 32 x 32 block has one scale.
+COLUMN_TILE = 1024
+# Why: a row tile is quantised once and serves all output tiles; 8 x 1,024 FP32 are 32 KB. Of many inputs fewer outputs
+# are made at a time (`output_tile`), 128 of 5,120; each 32 x 32 block of weights has one scale.
 
 
 def make_entry(*, N: int, K: int, exact_type: str = "DT_BF16") -> Callable[..., None]:
     """The entry for weights `[N, K]`; `exact_type` is the dtype of the result."""
-    n_tile = divisor_tile(N, COLUMN_TILE, 32)
+    n_tile = output_tile(N, K, COLUMN_TILE)
     result = getattr(pypto, exact_type)
 
     def quantized_linear(

@@ -9,9 +9,9 @@ from v41_kernels.kernels.stages.functions import swiglu
 from v41_kernels.kernels.stages.linear import divisor_tile, fp4_product, quantised_rows
 
 ROW_TILE = 1
-COLUMN_TILE = 64
-# Why: neighbouring rows belong to different experts, so a row walks its expert's packed weights alone, 64 outputs at a
-# time: 64 x 5,120 decoded BF16 are 640 KB. Rows sorted by expert would share them; their order is the caller's.
+COLUMN_TILE = 128
+# Why: neighbouring rows belong to different experts, so a row walks its expert's packed weights alone, as many outputs
+# at a time as in `quantized_linear_fp4`. Rows sorted by expert would share them; their order is the caller's.
 
 
 def make_entry(*, D: int, I: int, swiglu_limit: float) -> Callable[..., None]:  # noqa: E741 - the contract's symbol

@@ -6,18 +6,18 @@ from collections.abc import Callable
 import pypto
 
 from v41_kernels.kernels.stages.functions import swiglu
-from v41_kernels.kernels.stages.linear import divisor_tile, fp8_product, quantised_rows
+from v41_kernels.kernels.stages.linear import fp8_product, output_tile, quantised_rows
 from v41_kernels.kernels.stages.rows import row_tile
 
 ROW_TILE = 8
-COLUMN_TILE = 128
+COLUMN_TILE = 1024
 # Why: as in `quantized_linear`. The SwiGLU results of a row tile (8 x 2,304 BF16, 36 KB) stay on chip between the two
 # products.
 
 
 def make_entry(*, D: int, I: int, swiglu_limit: float) -> Callable[..., None]:  # noqa: E741 - the contract's symbol
     """The entry for `D` channels and an intermediate size of `I`."""
-    i_tile, d_tile = divisor_tile(I, COLUMN_TILE, 32), divisor_tile(D, COLUMN_TILE, 32)
+    i_tile, d_tile = output_tile(I, D, COLUMN_TILE), output_tile(D, I, COLUMN_TILE)
 
     def shared_expert(
         x: pypto.Tensor([pypto.DYNAMIC, D], pypto.DT_BF16),

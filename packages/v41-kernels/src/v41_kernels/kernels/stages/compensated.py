@@ -16,13 +16,15 @@ def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def compensated_sum(terms: list[Any]) -> Any:
-    """FP32 sum of several tiles, rounded once in all but the rarest cases, and never -0."""
+    """FP32 sum of tiles, rounded once in all but the rarest cases, and never -0."""
     total, lost = compensated_pair(terms)
     return total + lost
 
 
 def compensated_pair(terms: list[Any]) -> tuple[Any, Any]:
-    """The sum of several tiles as two FP32 numbers, the second about 2^-24 of the first."""
+    """The sum of tiles as two FP32 numbers, the second about 2^-24 of the first."""
+    if len(terms) == 1:
+        return two_sum(terms[0], terms[0] * 0.0)
     total, lost = two_sum(terms[0], terms[1])
     for term in terms[2:]:
         total, lost_here = two_sum(total, term)

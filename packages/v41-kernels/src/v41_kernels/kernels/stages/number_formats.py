@@ -8,7 +8,7 @@ from typing import Any
 
 import pypto
 
-from v41_kernels.kernels.stages.powers_of_two import floor_log2, power_of_two, wide_power_of_two
+from v41_kernels.kernels.stages.powers_of_two import floor_log2, half_power_of_two, power_of_two, wide_power_of_two
 
 _SMALLEST = 2.0**-20  # below every grid in use; keeps zero away from the logarithm
 
@@ -51,11 +51,14 @@ def decode_e4m3_code(code: Any) -> Any:
 
 
 def decode_e4m3(codes: Any) -> Any:
-    """FP32 values of E4M3 bytes."""
-    value = signed_byte(codes)
-    negative = pypto.lt(value, 0.0)
-    magnitude = decode_e4m3_code(pypto.where(negative, value + 128.0, value))
-    return pypto.where(negative, magnitude * (-1.0), magnitude)
+    """FP32 values of E4M3 bytes (127, a NaN, gives 480), by way of FP16, in which they and all steps are exact."""
+    byte = pypto.cast(pypto.cast(codes, pypto.DT_FP16), pypto.DT_INT16)
+    mantissa = pypto.cast(pypto.bitwise_and(byte, 7), pypto.DT_FP16)
+    exponent = pypto.cast(pypto.bitwise_and(pypto.bitwise_right_shift(byte, 3), 15), pypto.DT_FP16)
+    sign = pypto.cast(pypto.bitwise_and(byte, 128), pypto.DT_FP16) * (-0.015625) + 1.0
+    steps = pypto.minimum(exponent, 1.0) * 8.0 + mantissa  # a subnormal has the grid of the smallest exponent
+    power = half_power_of_two(pypto.maximum(exponent, 1.0) - 10.0)
+    return pypto.cast(steps * power * sign, pypto.DT_FP32)
 
 
 def encode_e4m3(magnitude: Any) -> Any:
@@ -77,19 +80,18 @@ def encode_e2m1(magnitude: Any) -> Any:
     return exponent * 2.0 + pypto.round(magnitude * power_of_two(exponent * (-1.0) + 1.0))
 
 
-def decode_e2m1_code(code: Any) -> Any:
-    """FP32 values of FP32 nibbles 0 to 15."""
-    sign = pypto.where(pypto.ge(code, 8.0), 1.0, 0.0)
-    index = code - sign * 8.0
-    magnitude = index * 0.5 + pypto.relu(index - 4.0) * 0.5 + pypto.relu(index - 6.0)
-    return magnitude * (sign * (-2.0) + 1.0)
+def _e2m1_value(nibble: Any) -> Any:
+    """FP32 values of INT16 tiles whose low four bits are E2M1 codes."""
+    index = pypto.cast(pypto.bitwise_and(nibble, 7), pypto.DT_FP16)
+    sign = pypto.cast(pypto.bitwise_and(nibble, 8), pypto.DT_FP16) * (-0.25) + 1.0
+    magnitude = pypto.maximum(pypto.maximum(index * 0.5, index - 2.0), index * 2.0 - 8.0)
+    return pypto.cast(magnitude * sign, pypto.DT_FP32)
 
 
 def decode_e2m1(packed: Any) -> tuple[Any, Any]:
     """FP32 values of the even and of the odd elements of packed bytes."""
-    byte = unsigned_byte(packed)
-    high = pypto.floor(byte * 0.0625)
-    return decode_e2m1_code(byte - high * 16.0), decode_e2m1_code(high)
+    byte = pypto.cast(pypto.cast(packed, pypto.DT_FP16), pypto.DT_INT16)
+    return _e2m1_value(byte), _e2m1_value(pypto.bitwise_right_shift(byte, 4))
 
 
 def pack_nibbles(code: Any) -> Any:

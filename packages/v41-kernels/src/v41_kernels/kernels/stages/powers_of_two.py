@@ -11,12 +11,20 @@ import pypto
 
 _LN_2 = 0.6931471805599453
 _TWO_BITS = 4194305.0  # 2^22 + 1
+_TWO_BITS_OF_HALF = 513.0  # 2^9 + 1
 
 
 def power_of_two(exponent: Any) -> Any:
     """FP32 `2^exponent` for integers from -64 to 64: an exponential, rounded to two significant bits."""
     near = pypto.exp(exponent * _LN_2)
     shifted = near * _TWO_BITS
+    return shifted - (shifted - near)
+
+
+def half_power_of_two(exponent: Any) -> Any:
+    """FP16 `2^exponent` for FP16 integers from -13 to 6, in the same way."""
+    near = pypto.exp(exponent * _LN_2)
+    shifted = near * _TWO_BITS_OF_HALF
     return shifted - (shifted - near)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pypto
 
-from v41_kernels.kernels.stages.linear import divisor_tile, fp8_product, product, quantised_rows
+from v41_kernels.kernels.stages.linear import fp8_product, output_tile, product, quantised_rows
 from v41_kernels.kernels.stages.normalisation import normalise
 from v41_kernels.kernels.stages.rows import row_tile, vector_row
 
@@ -27,7 +27,7 @@ def fp8_projection(x: Any, codes: Any, scale: Any, first: Any, rows: Any, R: int
 
     It is made in tiles of at most `columns` channels. All `R` rows are kept, valid or not.
     """
-    n_tile = divisor_tile(N, columns, 32)
+    n_tile = output_tile(N, K, columns)
     pypto.set_vec_tile_shapes(R, min(K, 512))
     x_tile = quantised_rows(row_tile(x, R, first, rows, K), R, rows, K)
     projected = pypto.tensor([R, N], pypto.DT_BF16, "projected")

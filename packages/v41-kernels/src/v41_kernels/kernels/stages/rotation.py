@@ -7,11 +7,15 @@ import pypto
 from v41_kernels.kernels.stages.linear import product
 from v41_kernels.kernels.stages.rows import column_indices
 
+_PLACES = 8192
+# Why: a tile of so many FP32 is 32 KB, and four of them are alive at once.
+
 
 def places(half: int, odd: int) -> Any:
     """BF16 `[2 * half, half]`: one where pair `column` has its even (odd) member at channel `row`."""
     pairs = column_indices(half)
-    pypto.set_vec_tile_shapes(2 * half, max(half, 16))
+    columns = max(half, 16)
+    pypto.set_vec_tile_shapes(min(2 * half, _PLACES // columns), columns)
     pairs = pypto.expand_clone(pairs, [2 * half, half])
     channels = pypto.cast(
         pypto.reshape(pypto.cast(pypto.arange(2 * half), pypto.DT_FP32), [2 * half, 1]), pypto.DT_FP32
