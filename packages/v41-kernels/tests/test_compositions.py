@@ -94,6 +94,15 @@ def test_a_rank_s_share_is_refused(executor: Executor) -> None:
         executor.run("prefill_swa_sharded", **arguments)
 
 
+def test_a_rank_s_experts_are_refused_where_all_have_to_be_there(executor: Executor) -> None:
+    arguments = operands("moe", 2)
+    for name in ("w1", "w3", "w2"):
+        for part in (name, f"{name}_scale"):
+            arguments[part] = arguments[part][:8].contiguous()
+    with pytest.raises(OperatorError, match="E_local.*E = 16, a group of one rank.*8"):
+        executor.run("moe", **arguments)
+
+
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions_launch_kernels_with_their_contracts(name: str) -> None:
     """Dry: every launch names a kernel and hands it exactly the tensors of its contract, in their shapes."""

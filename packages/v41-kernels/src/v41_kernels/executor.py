@@ -63,9 +63,9 @@ class Executor:
     failed. The worker starts with the first run, a device's at once, and anew after a failure; the first start ever
     also builds PyPTO's interpreter (about 35 s). Several threads may share an executor: they take turns.
 
-    The interpreter remembers a call's tensors for every tile of it, so time and memory grow with the square of the
-    rows: about three times `rows / 8` times the bytes of all tensors. A call that needs more than half of the machine's
-    memory fails.
+    The interpreter keeps what every trip of a loop has computed, some 70 to 100 bytes for each weight that was decoded,
+    and beside it a copy of the tensors; so time and memory grow with the square of the rows. A call that needs more
+    than half of the machine's memory fails.
     """
 
     def __init__(
@@ -254,9 +254,10 @@ def active_rows(bound: BoundArguments) -> int:
 
     Errors: `OperatorError` if the operands are a rank's share: its transports are no kernels.
     """
-    slab, rows = bound.dims.get("T_local"), bound.dims.get("T")
-    if slab is not None and rows is not None and slab != rows:
-        raise OperatorError(f"{bound.spec.name}: T_local", slab, f"T = {rows}, a group of one rank")
+    for share, whole in (("T_local", "T"), ("E_local", "E")):
+        held, total = bound.dims.get(share), bound.dims.get(whole)
+        if held is not None and total is not None and held != total:
+            raise OperatorError(f"{bound.spec.name}: {share}", held, f"{whole} = {total}, a group of one rank")
     return bound.counts["num_tokens"]
 
 
