@@ -99,7 +99,7 @@ def test_a_rank_s_experts_are_refused_where_all_have_to_be_there(executor: Execu
     for name in ("w1", "w3", "w2"):
         for part in (name, f"{name}_scale"):
             arguments[part] = arguments[part][:8].contiguous()
-    with pytest.raises(OperatorError, match="E_local.*E = 16, a group of one rank.*8"):
+    with pytest.raises(OperatorError, match=r"E_local.*E = 16, a group of one rank.*8"):
         executor.run("moe", **arguments)
 
 
