@@ -99,4 +99,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "a seed for flash" in capsys.readouterr().err
     assert main(["synth", "--preset", "tiny", "--headers-only", "--seed", "3", "--out", str(tmp_path / "more")]) == 2
     assert "no seed with --headers-only" in capsys.readouterr().err
+    assert main(["synth", "--preset", "tiny", "--headers-only", "--shards", "3", "--out", str(tmp_path / "more")]) == 2
+    assert "--shards: expected none with --headers-only" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()

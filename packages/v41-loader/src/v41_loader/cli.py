@@ -15,7 +15,13 @@ from v41_loader.progress_bar import byte_bar
 from v41_loader.sharding.command_options import add_json_option
 from v41_loader.sharding.commands import add_shard_commands
 from v41_loader.sharding.plan_command import add_plan_command
-from v41_loader.synth import SynthesisReport, synthesize_checkpoint, synthesize_headers, synthesized_tensors
+from v41_loader.synth import (
+    DEFAULT_SHARDS,
+    SynthesisReport,
+    synthesize_checkpoint,
+    synthesize_headers,
+    synthesized_tensors,
+)
 
 SYNTH_SEEDS = {"tiny": 4105, "flash6": 51}
 """The seeds that published digests of presets belong to."""
@@ -43,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     synth.add_argument("--preset", choices=sorted(PRESETS), required=True)
     seeds = ", ".join(f"{seed} for {preset}" for preset, seed in SYNTH_SEEDS.items())
     synth.add_argument("--seed", type=int, help=f"default: {seeds}")
-    synth.add_argument("--shards", type=int, default=6, help="default: %(default)s")
+    synth.add_argument("--shards", type=int, help=f"default: {DEFAULT_SHARDS}")
     synth.add_argument("--headers-only", action="store_true",
                        help="every tensor and all shards of the release, as sparse files without payload")  # fmt: skip
     synth.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
@@ -79,23 +85,26 @@ def _synth(arguments: argparse.Namespace) -> None:
     if arguments.headers_only:
         if seed is not None:
             raise SynthesisError("--seed", seed, "no seed with --headers-only, which writes no payload")
+        if arguments.shards is not None:
+            raise SynthesisError("--shards", arguments.shards, "none with --headers-only, which writes the release's")
         report = synthesize_headers(config, arguments.out)
         said = f"headers of {_summary(report)}: {arguments.out}"
         print(json.dumps(report.to_json(), indent=2) if arguments.json else said)
         return
+    shards = DEFAULT_SHARDS if arguments.shards is None else arguments.shards
     if seed is None:
         seed = SYNTH_SEEDS.get(arguments.preset)
     if seed is None:
         raise SynthesisError("--seed", seed, f"a seed for {arguments.preset}, which has no published one")
     total = sum(tensor.nbytes for tensor in synthesized_tensors(config).values())
     with byte_bar(total, arguments.preset) as bar:
-        report = synthesize_checkpoint(config, seed, arguments.out, arguments.shards, progress=bar.update)
+        report = synthesize_checkpoint(config, seed, arguments.out, shards, progress=bar.update)
     if arguments.json:
         print(json.dumps({"seed": seed, **report.to_json()}, indent=2))
         return
     print(f"seed {seed}: {_summary(report)}: {arguments.out}")
-    if len(report.files) < arguments.shards:
-        print(f"{len(report.files)} files instead of {arguments.shards}: no more have a tensor of their own")
+    if len(report.files) < shards:
+        print(f"{len(report.files)} files instead of {shards}: no more have a tensor of their own")
 
 
 def _summary(report: SynthesisReport) -> str:

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from v41_loader.synth.checkpoint_writer import SynthesisReport, synthesize_checkpoint, synthesized_tensors
+from v41_loader.synth.checkpoint_writer import (
+    DEFAULT_SHARDS,
+    SynthesisReport,
+    synthesize_checkpoint,
+    synthesized_tensors,
+)
 from v41_loader.synth.headers_only import synthesize_headers
 
 if TYPE_CHECKING:
     from v41_loader.synth.tensors import synthesize_tensor
 
-__all__ = ["SynthesisReport", "synthesize_checkpoint", "synthesize_headers", "synthesize_tensor", "synthesized_tensors"]
+__all__ = [
+    "DEFAULT_SHARDS",
+    "SynthesisReport",
+    "synthesize_checkpoint",
+    "synthesize_headers",
+    "synthesize_tensor",
+    "synthesized_tensors",
+]
 
 
 def __getattr__(name: str) -> Any:

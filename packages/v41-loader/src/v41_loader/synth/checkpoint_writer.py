@@ -24,6 +24,8 @@ from v41_loader.synth.staging import appearing_at_once, write_descriptions
 MIN_SHARDS = 2
 """The embedding and the final norm stand in different shards."""
 
+DEFAULT_SHARDS = 6
+
 MAX_SHARDS = 99_999
 """File names have five digits."""
 
@@ -56,7 +58,7 @@ def synthesize_checkpoint(
     config: ModelConfig,
     seed: int,
     directory: str | Path,
-    shards: int = 6,
+    shards: int = DEFAULT_SHARDS,
     progress: Callable[[int], object] | None = None,
     threads: int | None = None,
 ) -> SynthesisReport:
