@@ -16,12 +16,13 @@ HOST_MODULES = sorted(SOURCE.glob("*.py"))
 SHARED_PACKAGE = "v41_kernels.kernels"
 """Where stages come from that several kernels use."""
 
-# What code around a kernel may use of torch: types, versions, and making, viewing and comparing tensors.
+# What code around a kernel may use of torch: types, versions, devices, and making, viewing and comparing tensors.
 ALLOWED_TORCH = {
     *("Tensor", "dtype", "bfloat16", "bool", "float32", "int8", "int32", "uint8", "nan"),
     *("float8_e4m3fn", "float8_e8m0fnu"),
     *("__file__", "__version__", "compiled_with_cxx11_abi"),
     *("arange", "empty", "equal", "from_file", "from_numpy", "full", "ones", "tensor", "zeros", "zeros_like"),
+    *("device", "npu"),
     *("Generator", "randint", "randn"),  # operands to measure with
 }
 ARITHMETIC_METHODS = {
