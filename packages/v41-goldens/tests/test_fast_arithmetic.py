@@ -242,3 +242,9 @@ def test_layers_are_still_loaded_when_they_are_asked_for(tiny_weights: ModelWeig
     assert (len(layers), asked) == (TINY.num_hidden_layers, [])
     assert isinstance(layers[4].attention.wq_a, FastFp8Weight)
     assert asked == [4]
+
+
+def test_rows_that_want_gradients_are_multiplied() -> None:
+    x, fp8 = normal(5, 64), matrices(64, 64)[0]
+    w = FastFp8Weight(fp8.codes, fp8.scale)
+    assert_equal_bits(w.dot(x.float().requires_grad_()), w.dot(x.float()), "gradients")

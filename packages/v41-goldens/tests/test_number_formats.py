@@ -287,3 +287,60 @@ def test_other_dtypes_are_refused() -> None:
             decode(torch.zeros(2, dtype=torch.int32))
     with pytest.raises(OperandError, match="even last dimension"):
         e2m1_encode(torch.zeros(2, 3))
+    for encode in (e4m3_encode, pow2_ceil_e8m0, e2m1_encode):
+        for dtype in (torch.float64, torch.bfloat16, torch.int32):
+            with pytest.raises(OperandError, match=r"expected torch\.float32"):
+                encode(torch.zeros(2, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("packed", "scale"),
+    [((6, 32), (12, 2)), ((6, 32), (1, 2)), ((6, 32), (2, 3, 2)), ((6, 32), (6, 5)), ((6, 1), (6, 4)),
+     ((6, 32), (6, 0)), ((), ()), ((32,), ()), ((), (2,))],
+)  # fmt: skip
+def test_scales_that_do_not_belong_to_their_codes_are_refused(packed: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    codes, scales = torch.zeros(packed, dtype=torch.uint8), torch.full(scale, 127, dtype=torch.uint8)
+    with pytest.raises(OperandError, match="packed, scale"):
+        e2m1_times_e8m0(codes, scales.view(torch.float8_e8m0fnu))
+
+
+def test_a_product_in_another_dtype_is_refused() -> None:
+    codes, scales = torch.zeros(2, 32, dtype=torch.uint8), torch.full((2, 2), 127, dtype=torch.uint8)
+    for dtype in (torch.float16, torch.float64, torch.int32):
+        with pytest.raises(OperandError, match="e2m1_times_e8m0 dtype"):
+            e2m1_times_e8m0(codes, scales, dtype)
+
+
+@pytest.mark.parametrize("scale", [2, 252, 253])
+def test_one_row_of_odd_stride_and_no_row_are_decoded(scale: int) -> None:
+    """A view counts as contiguous whatever the stride of a dimension of one row, or of none."""
+    row = ALL_BYTES[:33].view(1, 33)[:, :32]
+    scales = torch.full((1, 1), scale, dtype=torch.uint8)
+    assert_equal_bits(e2m1_times_e8m0(row, scales), e2m1_times_e8m0(row.clone(), scales), "odd stride")
+    assert_equal_bits(e2m1_decode(row), e2m1_decode(row.flatten()).unsqueeze(0), "odd stride, decoded")
+    assert e2m1_times_e8m0(row[:, :0], scales[:, :0]).shape == (1, 0)
+    assert e2m1_times_e8m0(row[:0], scales[:0]).shape == (0, 64)
+
+
+@settings(deadline=None)
+@given(
+    rows=st.integers(0, 4),
+    groups=st.integers(0, 3),
+    half=st.integers(1, 20),
+    offset=st.integers(0, 3),
+    pool=st.lists(st.sampled_from([0, 1, 2, 3, 127, 251, 252, 253, 254, 255]), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_products_of_any_shape_place_and_scale_are_those_of_float64(
+    rows: int, groups: int, half: int, offset: int, pool: list[int], dtype: torch.dtype
+) -> None:
+    """Groups of any even size, rows a stride apart that may be odd, scales at both ends of the range, mixed."""
+    count = half * groups
+    packed = ALL_BYTES.repeat(2)[offset : offset + rows * (count + 1)].view(rows, count + 1)[:, :count]
+    scale = torch.tensor(pool, dtype=torch.uint8).repeat(12)[: rows * groups].view(rows, groups)
+    nibble = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
+    factors = in_ml_dtypes(scale, "float8_e8m0fnu").double().repeat_interleave(2 * half, dim=1)
+    expected = (in_ml_dtypes(nibble, "float4_e2m1fn").double() * factors).to(torch.float32).to(dtype)
+    found = e2m1_times_e8m0(packed, scale, dtype)
+    assert found.dtype == dtype
+    assert bits_of(found.float()) == bits_of(expected.float())

@@ -31,7 +31,9 @@ from v41_goldens.quantisers import (
 NearestEven = Callable[[Fraction, Sequence[Fraction]], int]
 F32 = np.float32
 
-QUANTISERS: list[tuple[Callable[[Tensor], Quantized], Callable[[Quantized], Tensor]]] = [
+Quantiser = Callable[[Tensor], Quantized]
+Dequantiser = Callable[[Quantized], Tensor]
+QUANTISERS: list[tuple[Quantiser, Dequantiser]] = [
     (quantize_activation, dequantize_activation),
     (quantize_window_kv, dequantize_window_kv),
     (quantize_compressed_kv, dequantize_compressed_kv),
@@ -237,3 +239,13 @@ def test_bad_operands_are_refused() -> None:
             quantize(torch.zeros(2, 32))
         with pytest.raises(OperandError, match="multiple of"):
             quantize(torch.zeros(2, 24, dtype=torch.bfloat16))
+        with pytest.raises(OperandError, match=r"multiple of .*, found \(\)"):
+            quantize(torch.tensor(1.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("quantize", "dequantize"), QUANTISERS)
+def test_rows_that_want_gradients_and_rows_without_columns(quantize: Quantiser, dequantize: Dequantiser) -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
+    wanting = dequantize(quantize(x.clone().requires_grad_()))
+    assert_equal_bits(wanting.detach(), dequantize(quantize(x)), "gradients")
+    assert dequantize(quantize(x[:, :0])).shape == (4, 0)

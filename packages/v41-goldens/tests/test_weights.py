@@ -231,3 +231,10 @@ def test_weights_are_views_of_the_checkpoint(tensors: dict[str, Tensor]) -> None
     assert shared.w1.codes is tensors["layers.0.ffn.shared_experts.w1.weight"]
     part = shared.w1.rows(32, 64)
     assert part.codes.data_ptr() == shared.w1.codes[32:].data_ptr()
+
+
+def test_a_part_of_a_tile_is_refused() -> None:
+    w = Fp8Weight(torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(2, 2).to(torch.float8_e8m0fnu))
+    for part in (w.rows, w.columns):
+        with pytest.raises(WeightError, match=r"expected multiples of 32, found \(16, 48\)"):
+            part(16, 48)

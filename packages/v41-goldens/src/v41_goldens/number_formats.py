@@ -77,6 +77,7 @@ def e4m3_encode(x: Tensor) -> Tensor:
 
     Infinities clamp like any large value; NaN stays NaN; zero keeps its sign.
     """
+    _check_fp32(x, "e4m3_encode x")
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -102,6 +103,7 @@ def pow2_ceil_e8m0(x: Tensor) -> Tensor:
     Returns:
         uint8 codes of the same shape.
     """
+    _check_fp32(x, "pow2_ceil_e8m0 x")
     magnitude = x.contiguous().view(torch.int32) & 0x7FFFFFFF
     code = (magnitude + 0x7FFFFF).bitwise_right_shift_(23).clamp_max_(E8M0_NAN - 1)
     return torch.where(magnitude >= _FP32_INFINITY, E8M0_NAN, code).to(torch.uint8)
@@ -132,8 +134,17 @@ def e2m1_times_e8m0(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.fl
 
     Returns:
         `[..., K]` of `dtype`.
+
+    Raises:
+        OperandError: shapes that do not belong to each other, or another dtype.
     """
-    group = 2 * packed.shape[-1] // max(1, scale.shape[-1])
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise OperandError("e2m1_times_e8m0 dtype", dtype, "torch.float32 or torch.bfloat16")
+    *rows, count = scale.shape or (0,)
+    group = 2 * (packed.shape[-1] // max(1, count)) if packed.dim() else 0
+    if not scale.dim() or packed.shape != (*rows, group // 2 * count):
+        found = (tuple(packed.shape), tuple(scale.shape))
+        raise OperandError("e2m1_times_e8m0 packed, scale", found, "[..., K/2] and [..., G], K/2 a multiple of G")
     if scale.numel() and group % 4 == 0 and _are_addable(scale):
         codes = _as_dtype(packed.contiguous(), torch.uint8, "e2m1_times_e8m0 packed")
         scale = scale.contiguous().view(torch.uint8)
@@ -155,7 +166,8 @@ def e2m1_encode(x: Tensor) -> Tensor:
     Returns:
         uint8 `[..., K/2]`, the even element in the low nibble.
     """
-    if x.shape[-1] % 2:
+    _check_fp32(x, "e2m1_encode x")
+    if not x.dim() or x.shape[-1] % 2:
         raise OperandError("e2m1_encode x", tuple(x.shape), "an even last dimension")
     x = x.contiguous()
     magnitude = x.abs().clamp_max_(E2M1_MAX)
@@ -167,6 +179,12 @@ def e2m1_encode(x: Tensor) -> Tensor:
     sign = (x.view(torch.int32) >> 28).bitwise_and_(8)
     nibbles = code.bitwise_or_(sign).to(torch.uint8)
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def _check_fp32(x: Tensor, where: str) -> None:
+    """The bits of another type would be taken for those of an FP32 number, or be rounded twice."""
+    if x.dtype != torch.float32:
+        raise OperandError(where, x.dtype, "torch.float32")
 
 
 def _as_dtype(codes: Tensor, dtype: torch.dtype, where: str) -> Tensor:
@@ -220,7 +238,9 @@ def _look_up(codes: Tensor, byte_pairs: Tensor) -> Tensor:
 
 def _byte_pairs_of(codes: Tensor) -> Tensor:
     """Contiguous bytes `[..., 2n]` as uint16 `[..., n]`, the earlier byte the low one."""
-    return (codes.clone() if codes.storage_offset() % 2 else codes).view(torch.uint16)
+    flat = codes.flatten()  # of one row, or of none, the stride may be odd
+    pairs = (flat.clone() if flat.storage_offset() % 2 else flat).view(torch.uint16)
+    return pairs.view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def quantize_activation(x: Tensor) -> Quantized:
     _check_groups(x, MX_GROUP, "quantize_activation x")
     payload = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(*x.shape[:-1], x.shape[-1] // MX_GROUP, dtype=torch.uint8, device=x.device)
-    groups, codes, scales = x.reshape(-1, MX_GROUP), payload.view(-1, MX_GROUP), scale.view(-1)
+    groups, codes, scales = x.detach().reshape(-1, MX_GROUP), payload.view(-1, MX_GROUP), scale.view(-1)
     step = max(1, _CHUNK_ELEMENTS // MX_GROUP)
     buffers = torch.empty(2, min(step, len(groups)), MX_GROUP, device=x.device)
     for start in range(0, len(groups), step):
@@ -145,7 +145,7 @@ def _groups(x: Tensor, size: int, where: str) -> tuple[Tensor, Tensor]:
 def _check_groups(x: Tensor, size: int, where: str) -> None:
     if x.dtype != torch.bfloat16:
         raise OperandError(where, x.dtype, "torch.bfloat16")
-    if x.shape[-1] % size:
+    if not x.dim() or x.shape[-1] % size:
         raise OperandError(where, tuple(x.shape), f"a last dimension that is a multiple of {size}")
 
 
@@ -155,5 +155,5 @@ def _e2m1_groups(groups: Tensor, scale: Tensor) -> Tensor:
 
 def _scaled(values: Tensor, scale: Tensor) -> Tensor:
     """`values [..., K]` times `scale [..., G]`, each scale for K/G neighbours; overwrites `values`."""
-    groups = values.view(*scale.shape, values.shape[-1] // scale.shape[-1])
+    groups = values.view(*scale.shape, values.shape[-1] // max(1, scale.shape[-1]))
     return groups.mul_(scale.unsqueeze(-1)).view(values.shape)

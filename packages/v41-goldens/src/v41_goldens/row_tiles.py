@@ -18,6 +18,7 @@ _CHUNK_ELEMENTS = 1 << 20
 """BF16 weight elements made at a time (2 MB): they stay in cache between dequantisation and product."""
 
 
+@torch.no_grad()  # which results written in place cannot have
 def matmul(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
     """`x @ W.T` with FP32 sums of BF16 operands, rounded to BF16.
 

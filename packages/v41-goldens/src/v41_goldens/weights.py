@@ -50,11 +50,13 @@ class Fp8Weight:
 
     def rows(self, start: int, stop: int) -> Self:
         """Rows `start:stop` as a view; both must be multiples of 32."""
+        _check_tile_range("Fp8Weight rows", start, stop)
         scale = self.scale[start // MX_GROUP : stop // MX_GROUP]
         return dataclasses.replace(self, codes=self.codes[start:stop], scale=scale)
 
     def columns(self, start: int, stop: int) -> Self:
         """Columns `start:stop` as a view; both must be multiples of 32."""
+        _check_tile_range("Fp8Weight columns", start, stop)
         scale = self.scale[:, start // MX_GROUP : stop // MX_GROUP]
         return dataclasses.replace(self, codes=self.codes[:, start:stop], scale=scale)
 
@@ -382,6 +384,12 @@ def _expect(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None, w
         raise WeightError(where, tensor.dtype, str(dtype))
     if shape is not None and tensor.shape != shape:
         raise WeightError(where, tuple(tensor.shape), str(shape))
+
+
+def _check_tile_range(where: str, start: int, stop: int) -> None:
+    """A part of a tile would get the scale of its neighbour."""
+    if start % MX_GROUP or stop % MX_GROUP:
+        raise WeightError(where, (start, stop), f"multiples of {MX_GROUP}")
 
 
 def _matrix_shape(tensor: Tensor, where: str) -> tuple[int, int]:
