@@ -262,7 +262,9 @@ def row_numbers(tokens: int, count: int, blocks: int, generator: torch.Generator
     return rows
 
 
-def judge_paged_attention(executor: Executor, config: ModelConfig, heads: int, tokens: int, selects: bool) -> None:
+def judge_paged_attention(
+    executor: Executor, config: ModelConfig, heads: int, tokens: int, selects: bool, tier: Tier = Tier.GRAPH
+) -> None:
     """Padding rows name rows that no pool has."""
     generator = torch.Generator().manual_seed(heads)
     width = config.head_dim
@@ -284,6 +286,7 @@ def judge_paged_attention(executor: Executor, config: ModelConfig, heads: int, t
     beyond = {name: torch.cat([rows, torch.full_like(rows[:1], 10**6)]) for name, rows in numbers.items()}
     executor.run(
         "selected_attention" if selects else "window_attention",
+        tier,
         q=torch.cat([q, torch.full_like(q[:1], torch.nan)]),
         **caches,
         **beyond,
@@ -307,6 +310,14 @@ def test_attention_over_pages(executor: Executor, selects: bool) -> None:
 def test_attention_over_pages_with_flash_rows(executor: Executor, selects: bool) -> None:
     """A rank's heads at TP 8, rows of 512 channels, lists of 128 and 640 entries."""
     judge_paged_attention(executor, FLASH, 8, 2, selects)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("selects", [False, True], ids=["window", "window and selection"])
+def test_attention_over_pages_with_flash_rows_after_all_passes(executor: Executor, selects: bool) -> None:
+    """A chunk of each list: the loops over chunks make the same graph for more of them."""
+    config = FLASH.model_copy(update={"sliding_window": 64, "index_topk": 64})
+    judge_paged_attention(executor, config, 8, 2, selects, Tier.PASSES)
 
 
 # ------------------------------------------------------------------------------------------------------ compressor

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import TINY, ModelConfig, OperatorError, ParallelLayout, find_operator
+from v41_config import TINY, CountSpec, ModelConfig, OperatorError, ParallelLayout, find_operator
 from v41_goldens.fixtures import FixtureCase, operator_fixture
 from v41_goldens.judges import judge_equal_bits
 from v41_goldens.operators import golden
@@ -37,6 +37,14 @@ FLASH_GRAPH = (
     *("publish_window_kv", "publish_compressed_kv", "publish_index_key", "compress_ratio_1", "index_keys", "gate"),
 )
 """Operators that FLASH's dimensions cost little in the default run."""
+
+FLASH_PASSES = (
+    *("materialize_rope_rows", "embed", "input_pack", "rms_norm", "mhc_pre", "mhc_post", "hc_head", "combine", "gate"),
+    *("publish_window_kv", "publish_compressed_kv", "publish_index_key", "candidate_blocks", "index_keys", "greedy"),
+    *("hierarchical_sparse_indexer_c2a_full", "hierarchical_sparse_indexer_c1a_full"),
+    *("hierarchical_sparse_indexer_c1a_reindex", "kv_proj_rope"),
+)
+"""Operators whose values after all passes FLASH's dimensions make no longer than a few seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +135,26 @@ def test_experts_take_what_dispatch_wrote(executor: Executor) -> None:
     run_and_judge(executor, call)
     with pytest.raises(OperatorError, match=r"row_expert_ids.*an expert from 0 to 3"):
         executor.run("routed_experts", **{**call.arguments, "expert_start": 0})
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", FLASH_PASSES)
+def test_values_after_all_passes_at_flash_widths(executor: Executor, name: str) -> None:
+    run_and_judge(executor, cases_of(name, "flash6")[0], Tier.PASSES)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", [name for name in SINGLE if name not in FLASH_PASSES])
+def test_flash_widths_go_through_all_passes(executor: Executor, name: str) -> None:
+    """Without rows, which takes no longer than the compiler does: what does not fit a chip is seen there."""
+    spec = OPERATORS[name].spec
+    groups = {tensor.name for tensor in spec.tensors if tensor.dims[0] == "G"}
+    made = cases_of(name, "flash6")[0].arguments
+    arguments = {name: value[:0] if name in groups else value for name, value in made.items()}
+    (count,) = (s.name for s in spec.scalars if isinstance(s, CountSpec) and s.name in ("num_tokens", "num_rows"))
+    before = {destination: arguments[destination].clone() for destination in spec.destinations}
+    executor.run(name, Tier.PASSES, **{**arguments, count: 0})
+    assert all(judge_equal_bits(arguments[destination], bytes_) for destination, bytes_ in before.items())
 
 
 # ------------------------------------------------------------------------------------------- what the judges refuse

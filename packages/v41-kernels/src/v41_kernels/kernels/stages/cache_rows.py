@@ -60,6 +60,6 @@ def compressed_rows(packed: Any, scales: Any, count: int, width: int) -> Any:
         cut = pypto.reshape(values, [count * groups, FP4_GROUP // 2])
         pypto.set_vec_tile_shapes(GROUP_TILE, FP4_GROUP // 2)
         parts.append(pypto.reshape(pypto.cast(cut * factors, pypto.DT_BF16), [count, half]))
-    ordered = product(parts[0], places(half, 0)) + product(parts[1], places(half, 1))
+    even_part, odd_part = product(parts[0], places(half, 0)), product(parts[1], places(half, 1))
     pypto.set_vec_tile_shapes(min(count, 16), min(width, 512))
-    return pypto.cast(ordered, pypto.DT_BF16)
+    return pypto.cast(even_part + odd_part, pypto.DT_BF16)

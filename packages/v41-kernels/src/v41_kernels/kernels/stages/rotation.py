@@ -13,21 +13,19 @@ _PLACES = 8192
 
 def places(half: int, odd: int) -> Any:
     """BF16 `[2 * half, half]`: one where pair `column` has its even (odd) member at channel `row`."""
-    pairs = column_indices(half)
+    pairs, channels = column_indices(half), column_indices(2 * half)
     columns = max(half, 16)
     pypto.set_vec_tile_shapes(min(2 * half, _PLACES // columns), columns)
     pairs = pypto.expand_clone(pairs, [2 * half, half])
-    channels = pypto.cast(
-        pypto.reshape(pypto.cast(pypto.arange(2 * half), pypto.DT_FP32), [2 * half, 1]), pypto.DT_FP32
-    )
+    channels = pypto.cast(pypto.reshape(channels, [2 * half, 1]), pypto.DT_FP32)
     return pypto.cast(pypto.where(pypto.eq(pairs * 2.0 + float(odd), channels), 1.0, 0.0), pypto.DT_BF16)
 
 
 def interleaved(even: Any, odd: Any, half: int, R: int) -> Any:
     """BF16 `[R, 2 * half]` of BF16 pairs: products with zeros and ones are exact, and keep a ragged tile's rows."""
-    total = product(even, places(half, 0)) + product(odd, places(half, 1))
+    even_part, odd_part = product(even, places(half, 0)), product(odd, places(half, 1))
     pypto.set_vec_tile_shapes(R, 2 * half)
-    return pypto.cast(total, pypto.DT_BF16)
+    return pypto.cast(even_part + odd_part, pypto.DT_BF16)
 
 
 def rotated(values: Any, cos: Any, sin: Any, half: int, R: int, direction: float) -> Any:
