@@ -30,7 +30,9 @@ def passes(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     code = main(["run", *arguments])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert out.startswith("[GOLDEN] PASS ")
+    case, verdict = out.splitlines()
+    assert verdict.startswith("[GOLDEN] PASS ")
+    assert verdict.removeprefix("[GOLDEN] PASS ").split(":")[0] == case.split(":")[0]
     return out
 
 
@@ -42,8 +44,13 @@ def test_every_half_layer_passes_at_tp4(capsys: pytest.CaptureFixture[str], mode
 
 
 def test_the_other_cases_that_run_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    passes(capsys, "decode_c2a_reuse")  # 33 tokens, 31 active, 6 requests, 2 epochs
-    passes(capsys, "prefill_c2a_full", "--tp", "4", "--dp", "2", "--requests", "3", "--dp-tokens", "7,1")  # 3 epochs
+    assert passes(capsys, "decode_c2a_reuse").startswith(
+        "decode_c2a_reuse: decode, tiny, 33 tokens, 31 active, 6 requests, tp=1, dp=1, seed 0, "
+        "replicated and sharded, 2 epochs\n"
+    )
+    uneven = passes(capsys, "prefill_c2a_full", "--tp", "4", "--dp", "2", "--requests", "3", "--dp-tokens", "7,1")
+    assert "prefill, tiny, 7 tokens, 7+1 active, 3 requests, tp=4, dp=2, seed 0" in uneven
+    assert "replicated and sharded, 3 epochs" in uneven
     passes(capsys, "moe", "--tp", "2", "--dp-tokens", "8,5", "--epochs", "1")
 
 
@@ -98,6 +105,11 @@ def test_list_names_every_golden(capsys: pytest.CaptureFixture[str]) -> None:
         (["forward", "--save-data", "x"], "--save-data: expected an operator"),
         (["forward", "--tp", "4"], "--tp, --dp: expected one rank"),
         (["rms_norm", "--golden-data", "nowhere"], "manifest.json: expected"),
+        (
+            ["rms_norm", "--golden-data", "nowhere", "--tokens", "8"],
+            "--tokens: expected nothing beside --golden-data, whose tree has its own, found 8",
+        ),
+        (["rms_norm", "--golden-data", "nowhere", "--tp", "4"], "--tp: expected nothing beside --golden-data"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -221,7 +233,8 @@ def test_a_saved_tree_is_replayed(
     """Also on other defaults: operands come from the tree."""
     passes(capsys, "decode_c1a_reindex", "--tp", "2", "--tokens", "6", "--save-data", str(tmp_path / "out"))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["replicated", "sharded"]
-    passes(capsys, "decode_c1a_reindex", "--golden-data", str(tmp_path / "out"))
+    replayed = passes(capsys, "decode_c1a_reindex", "--golden-data", str(tmp_path / "out"))
+    assert f"decode_c1a_reindex: tiny, operands saved in {tmp_path / 'out'}, replicated and sharded" in replayed
     manifest = json.loads((tmp_path / "out" / "sharded" / "manifest.json").read_text())
     assert manifest["operator"] == "decode_c1a_reindex_sharded"
     assert (manifest["tp"], manifest["wiring"], manifest["preset"]) == (2, "sharded", "tiny")

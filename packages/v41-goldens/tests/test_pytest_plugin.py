@@ -88,6 +88,16 @@ def test_the_judges_decide(tmp_path: Path) -> None:
     assert properties["test_output", "test_active_rows"].startswith("accepted; 4 rows")
 
 
+def test_a_layout_that_is_no_pair_is_named(tmp_path: Path) -> None:
+    (tmp_path / "test_pair.py").write_text(
+        "import pytest\n@pytest.mark.v41_layouts(1, 2)\ndef test_pair(v41_layout): pass\n"
+    )
+    result = run_pytest(tmp_path, "test_pair.py")
+    assert result.returncode != 0
+    message = "test_pair.py::test_pair: v41_layouts: expected pairs (tp, dp), such as (2, 2), found 1"
+    assert message in result.stdout, result.stdout
+
+
 def test_a_run_that_does_not_use_it_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "test_light.py").write_text("import sys\ndef test_light(): assert 'torch' not in sys.modules\n")
     result = run_pytest(tmp_path, "test_light.py")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,23 @@ from v41_config.command_line import run_command
 from v41_goldens.errors import OperandError
 
 if TYPE_CHECKING:
+    from v41_goldens.fixtures import FixtureCase
     from v41_goldens.fixtures.batch import Phase
 
 FAILED = 1
 """Exit code of a run in which a tensor was rejected."""
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+_REQUESTS = 6
+
+_NO_COMPOSITIONS = {"save_data": None, "golden_data": None, "epochs": None, "wiring": "both"}
+"""Options that say how an operator is run, with their defaults: a composition has none of them."""
+
+_SAVED = {
+    "tokens": None, "active_tokens": None, "requests": _REQUESTS, "tp": 1, "dp": None, "dp_tokens": None, "seed": 0,
+}  # fmt: skip
+"""Options that a saved tree has decided, with their defaults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--preset", choices=sorted(PRESETS), default="tiny", help="default: %(default)s")
     run.add_argument("--tokens", type=int, help="packed rows of a TP group; default: 33, with TP4 and half layers 32")
     run.add_argument("--active-tokens", type=int, metavar="N", help="valid rows; default: 31, of 32 tokens 24, or all")
-    run.add_argument("--requests", type=int, default=6, help="of a DP group; default: %(default)s")
+    run.add_argument("--requests", type=int, default=_REQUESTS, help="of a DP group; default: %(default)s")
     run.add_argument("--epochs", type=int, help="runs with the same operands; default: 2, with --dp-tokens 3")
     run.add_argument("--tp", type=int, default=1, help="ranks of an attention group; default: %(default)s")
     run.add_argument("--dp", type=int, help="groups; default: those of --dp-tokens, else 1")
@@ -64,7 +75,7 @@ def _list(_: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from v41_goldens.compositions import COMPOSITIONS
     from v41_goldens.fixtures import FixtureCase
-    from v41_goldens.golden_run import validate
+    from v41_goldens.golden_run import validate, wirings
 
     name, phase = _name_and_phase(arguments.name, arguments.phase, tuple(COMPOSITIONS))
     dp_tokens = _dp_tokens(arguments.dp_tokens)
@@ -86,14 +97,16 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     epochs = arguments.epochs if arguments.epochs is not None else 3 if dp_tokens else 2
+    shown = f"{name}: {_described(arguments, case)}"
     if name in COMPOSITIONS:
-        for option, plain in (("save_data", None), ("golden_data", None), ("epochs", None), ("wiring", "both")):
-            if getattr(arguments, option) != plain:
-                raise OperandError(f"--{option.replace('_', '-')}", name, "an operator: a composition has none")
+        for option in _given(arguments, _NO_COMPOSITIONS):
+            raise OperandError(_written(option), name, "an operator: a composition has none")
         if case.layout.world_size > 1:
             raise OperandError("--tp, --dp", case.layout, "one rank: a composition is the model in one process")
         result = COMPOSITIONS[name].validate(case)
     else:
+        forms = " and ".join(wirings(name, arguments.wiring))
+        shown = f"{shown}, {forms}, {epochs} epoch{'s' * (epochs != 1)}"
         result = validate(
             name,
             case,
@@ -103,6 +116,7 @@ def _run(arguments: argparse.Namespace) -> int:
             save_data=arguments.save_data,
             golden_data=arguments.golden_data,
         )
+    print(shown)
     if not result.passed:
         print(f"[GOLDEN] FAIL {name}: {result.error}")
         return FAILED
@@ -119,6 +133,34 @@ def _name_and_phase(name: str, phase: Phase | None, others: Sequence[str]) -> tu
     if name not in operators() and name not in others and f"{chosen}_{name}" in operators():
         name = f"{chosen}_{name}"
     return name, chosen
+
+
+def _given(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
+    """Those of some options that are not at their defaults."""
+    return [name for name, plain in defaults.items() if getattr(arguments, name) != plain]
+
+
+def _written(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _described(arguments: argparse.Namespace, case: FixtureCase) -> str:
+    """The case of a run, in words.
+
+    Raises:
+        OperandError: an option that a saved tree has decided is given beside one.
+    """
+    if arguments.golden_data is not None:
+        for option in _given(arguments, _SAVED):
+            value = getattr(arguments, option)
+            raise OperandError(_written(option), value, "nothing beside --golden-data, whose tree has its own")
+        return f"{arguments.preset}, operands saved in {arguments.golden_data}"
+    layout = case.layout
+    active = "+".join(str(case.active(dp_rank)) for dp_rank in range(layout.dp)) if case.dp_tokens else case.active(0)
+    return (
+        f"{case.phase}, {arguments.preset}, {case.tokens} tokens, {active} active, {case.requests} requests, "
+        f"tp={layout.tp}, dp={layout.dp}, seed {case.seed}"
+    )
 
 
 def _dp_tokens(text: str | None) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ torch is imported only then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -40,5 +41,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each pair of `@pytest.mark.v41_layouts((1, 1), (2, 2), (4, 1))`, named `[2-2]`."""
     pairs = [pair for marker in metafunc.definition.iter_markers(LAYOUTS_MARKER) for pair in marker.args]
     if pairs:
+        _check_pairs(metafunc.definition.nodeid, pairs)
         ids = ["-".join(map(str, pair)) for pair in pairs]
         metafunc.parametrize("v41_layout", pairs, indirect=True, ids=ids)
+
+
+def _check_pairs(where: str, pairs: Sequence[object]) -> None:
+    from v41_goldens.errors import OperandError
+
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(size) is int for size in pair)):
+            raise OperandError(f"{where}: {LAYOUTS_MARKER}", pair, "pairs (tp, dp), such as (2, 2)")

@@ -187,8 +187,9 @@ def _read(
     payload, size = sum(tensor.nbytes for tensor in wanted.values()), path.stat().st_size
     if size != described.bytes or not payload < size <= payload + _HEADER_LIMIT:
         raise TreeError(str(path), f"{size} bytes", f"{described.bytes} bytes, of which {payload} are tensors")
-    if _sha256(path) != described.sha256:
-        raise TreeError(str(path), "another SHA-256", f"{described.sha256}: a byte has changed")
+    digest = _sha256(path)
+    if digest != described.sha256:
+        raise TreeError(f"{path}: SHA-256", digest, f"{described.sha256}, as the manifest has it")
     found: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
