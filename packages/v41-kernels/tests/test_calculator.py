@@ -106,6 +106,12 @@ def test_a_lock_that_is_never_released(tmp_path: Path, pypto: PyptoInstall, monk
         calculator_library(pypto, tmp_path / "cache")
 
 
+def test_a_cache_that_is_no_directory_is_refused(tmp_path: Path, pypto: PyptoInstall) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(CalculatorBuildError, match="XDG_CACHE_HOME names another"):
+        calculator_library(pypto, tmp_path / "cache")
+
+
 def test_the_key_follows_source_and_torch(tmp_path: Path, pypto: PyptoInstall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calculator, "_build", lambda source, library, standard: library.write_bytes(b""))
     cache = tmp_path / "cache"

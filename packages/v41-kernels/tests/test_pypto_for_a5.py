@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,51 @@ def test_a_description_that_cannot_be_changed(tmp_path: Path, pypto: PyptoInstal
     with pytest.raises(PyptoInstallError, match="NpuArch=2201"):
         pypto_for_a5(pypto, tmp_path / "cache")
     assert list((tmp_path / "cache" / "pypto-a5").iterdir()) == []
+
+
+def to_a_file(site: Path) -> None:
+    shutil.rmtree(site)
+    site.write_text("")
+
+
+def to_a_link_that_leads_nowhere(site: Path) -> None:
+    shutil.rmtree(site)
+    site.symlink_to(site.parent / "nowhere")
+
+
+def to_another_directory(site: Path) -> None:
+    shutil.rmtree(site)
+    (site.parent.parent / "other").mkdir()
+    site.symlink_to(site.parent.parent / "other")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda site: shutil.rmtree(site / "pypto"),
+        lambda site: (site / "pypto" / "lib" / "core.so").unlink(),
+        lambda site: (site / "pypto" / "lib" / "core.so").write_bytes(b"\x7fELF, another one"),
+        lambda site: (site / "pypto" / "lib" / "configs" / "A2A3.ini").write_text(DESCRIPTION),
+        lambda site: (site / "pypto" / "more.py").write_text(""),
+        to_a_file,
+        to_a_link_that_leads_nowhere,
+        to_another_directory,
+    ],
+)
+def test_a_copy_that_is_no_longer_what_was_made_is_refused(
+    tmp_path: Path, pypto: PyptoInstall, spoil: Callable[[Path], object]
+) -> None:
+    site = pypto_for_a5(pypto, tmp_path / "cache")
+    (site / "pypto" / "frontend" / "__pycache__").mkdir()
+    (site / "pypto" / "frontend" / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"compiled in use")
+    assert pypto_for_a5(pypto, tmp_path / "cache") == site
+    spoil(site)
+    with pytest.raises(PyptoInstallError, match=site.name):
+        pypto_for_a5(pypto, tmp_path / "cache")
+    assert [path.name for path in site.parent.iterdir()] == [site.name]
+
+
+def test_a_cache_that_is_no_directory_is_refused(tmp_path: Path, pypto: PyptoInstall) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(PyptoInstallError, match="XDG_CACHE_HOME names another"):
+        pypto_for_a5(pypto, tmp_path / "cache")

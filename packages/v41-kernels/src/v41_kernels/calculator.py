@@ -38,20 +38,24 @@ def default_cache_directory() -> Path:
 def calculator_library(pypto: PyptoInstall, cache: Path) -> Path:
     """The built library, from the cache or built now.
 
-    Errors: `CalculatorBuildError` if cmake or a C++ compiler is missing, or if the build fails.
+    Errors: `CalculatorBuildError` if cmake or a C++ compiler is missing, if the build fails, or if the cache cannot be
+    written.
     """
     standard = cxx_standard(torch.__version__)
     library = cache / "calculator" / _key(pypto, standard) / LIBRARY
     if library.is_file():
         return library
-    library.parent.mkdir(parents=True, exist_ok=True)
     try:
+        library.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(library.with_suffix(".lock"), timeout=BUILD_SECONDS):
             if not library.is_file():
                 _build(pypto.calculator_source, library, standard)
     except Timeout:
         expected = f"the process that holds the lock to finish building within {BUILD_SECONDS:.0f} s"
         raise CalculatorBuildError(str(library.parent), "a lock that is still held", expected) from None
+    except OSError as error:
+        expected = "a cache directory that can be read and written: XDG_CACHE_HOME names another"
+        raise CalculatorBuildError(str(library.parent), str(error), expected) from error
     return library
 
 

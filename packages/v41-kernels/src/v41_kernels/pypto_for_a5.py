@@ -29,12 +29,41 @@ _A5_LINE = "NpuArch=3510\n"
 def pypto_for_a5(pypto: PyptoInstall, cache: Path) -> Path:
     """The directory to put first on the import path; the copy is made if the cache has none of these files.
 
-    It appears by one rename, so that another process sees all of it or nothing. Errors: `PyptoInstallError` if the
-    installed package's description does not have the line that is changed.
+    It appears by one rename, so that another process sees all of it or nothing, and is compared with the installed
+    package before each use. Errors: `PyptoInstallError` if the installed package's description does not have the line
+    that is changed, if the cache cannot be written, or if the copy is no longer what was made.
     """
     site = cache / "pypto-a5" / package_digest(pypto)[:16]
-    if site.is_dir():
-        return site
+    try:
+        if not site.is_dir():
+            _make(pypto, site)
+        copied = package_digest(PyptoInstall(site / "pypto", pypto.version))
+    except (OSError, shutil.Error) as error:
+        expected = "a cache directory that can be read and written: XDG_CACHE_HOME names another"
+        raise PyptoInstallError(str(site), str(error), expected) from error
+    if copied != package_digest(pypto, for_a5=True):
+        expected = "the installed package but for one line: remove this directory, and it is made again"
+        raise PyptoInstallError(str(site), "a copy of pypto with missing or other files", expected)
+    return site
+
+
+def package_digest(pypto: PyptoInstall, *, for_a5: bool = False) -> str:
+    """SHA-256 of the package's version and of the names and bytes of its files, compiled Python apart.
+
+    With `for_a5` it is that of the copy, which has another line in its description.
+    """
+    digest = hashlib.sha256(pypto.version.encode() + b"\0")
+    for path in sorted(pypto.package.rglob("*")):
+        if path.is_file() and path.parent.name != "__pycache__":
+            name, content = path.relative_to(pypto.package), path.read_bytes()
+            if for_a5 and name == _DESCRIPTION:
+                content = content.replace(_INSTALLED_LINE.encode(), _A5_LINE.encode())
+            digest.update(str(name).encode() + b"\0")
+            digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
+
+def _make(pypto: PyptoInstall, site: Path) -> None:
     site.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="copy-", dir=site.parent) as scratch:
         copy = Path(scratch) / "site"
@@ -46,17 +75,6 @@ def pypto_for_a5(pypto: PyptoInstall, cache: Path) -> Path:
         except OSError:
             if not site.is_dir():  # otherwise another process has made the same copy in the meantime
                 raise
-    return site
-
-
-def package_digest(pypto: PyptoInstall) -> str:
-    """SHA-256 of the package's version and of the names and bytes of its files, compiled Python apart."""
-    digest = hashlib.sha256(pypto.version.encode() + b"\0")
-    for path in sorted(pypto.package.rglob("*")):
-        if path.is_file() and path.parent.name != "__pycache__":
-            digest.update(str(path.relative_to(pypto.package)).encode() + b"\0")
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _put_metadata(site: Path, version: str) -> None:
