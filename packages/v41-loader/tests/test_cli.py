@@ -19,7 +19,7 @@ def test_synth_writes_the_preset_with_its_published_seed(
     tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["synth", "--preset", "tiny", "--out", str(tmp_path / "out")]) == 0
-    assert "seed 4105: 1289 tensors, 8670256 bytes in 6 files" in capsys.readouterr().out
+    assert "seed 4105: 1,289 tensors, 8,670,256 bytes in 6 files" in capsys.readouterr().out
     for path in tiny_checkpoint.iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 

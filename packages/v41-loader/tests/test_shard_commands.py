@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from v41_config import ParallelLayout
 from v41_loader import DigestAlgorithm, read_inventory, shard_checkpoint
 from v41_loader.cli import main
-from v41_loader.sharding.command_options import parse_ranks
+from v41_loader.sharding.command_options import parse_ranks, ranks_text
 from v41_loader.sharding.manifest import PartDigests
 from v41_loader.sharding.output_directory import PARTIAL_DIRECTORY
 from v41_loader.sharding.tensor_copy import TensorCopy
@@ -114,7 +115,9 @@ def test_verify_of_some_ranks_says_so(
     assert "ranks 5: the union was not looked at" in out
     assert "union, " not in out
     assert main(["verify", str(tmp_path)]) == 2
-    assert "expected rank 0, found 'ranks [5]'" in capsys.readouterr().err
+    assert (
+        "expected rank 0, unless the ranks to verify are named (--ranks), found 'ranks [5]'" in capsys.readouterr().err
+    )
 
 
 def test_one_line_for_what_is_wrong(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +162,12 @@ def test_notice_of_an_engram_checkpoint(
 ])  # fmt: skip
 def test_ranks_are_lists_and_ranges(text: str, ranks: tuple[int, ...]) -> None:
     assert parse_ranks(text) == ranks
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 4, 5, 6, 7), (0, 1, 3, 5, 6), range(96)])
+def test_ranks_are_written_as_they_are_read(ranks: Sequence[int]) -> None:
+    assert parse_ranks(ranks_text(ranks)) == tuple(ranks)
+    assert ranks_text(range(96)) == "0-95"
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "1-2-3", "0-99999", "\u0661"])

@@ -16,6 +16,8 @@ from v41_loader.cli import main
 from v41_loader.errors import LayoutGeometryError, ShardingError, UnknownLayoutError
 from v41_loader.inventory import Inventory
 from v41_loader.rules import TensorGroup
+from v41_loader.sharding.plan_command import _rank_table
+from v41_loader.sharding.shard_plan import RankPlan
 
 TEXT_BYTES = 298_309_535_168 - 40 * 384 * 4
 """Of the release without Engram, drafting, vision and the router's bias of image tokens."""
@@ -117,8 +119,21 @@ def test_the_command_prints_a_table(tiny_checkpoint: Path, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert "checkpoint: 1,289 tensors, 8,670,256 bytes in 6 files" in lines
     embedding = f"{TINY.vocab_size // 2 * TINY.hidden_size * 2:,}"
-    assert ["embedding", embedding, embedding] in [line.split() for line in lines]
+    assert f"{'bytes by class':<28}  each of ranks 0-1" in lines
+    assert ["embedding", embedding] in [line.split() for line in lines]
     assert "skipped: router bias of image tokens, 10 tensors, 640 bytes" in lines
+
+
+def test_ranks_that_take_the_same_share_a_column() -> None:
+    """Each number stands under the ranks that it belongs to."""
+    ranks = [RankPlan(rank, 7, 1000 + odd, 5, {TensorGroup.HEAD: odd}) for rank, odd in enumerate([0, 9, 0, 0])]
+    head, *lines = _rank_table(ranks)
+    assert head == f"{'bytes by class':<28}  each of ranks 0,2-3            rank 1"
+    assert [line.split() for line in lines] == [
+        ["head", "0", "9"], ["all", "1,000", "1,009"], ["tensors", "7", "7"],
+        ["read", "by", "one", "rank", "alone", "5", "5"],
+    ]  # fmt: skip
+    assert {len(line) for line in lines} == {len(head)}
 
 
 def test_the_command_refuses_an_engram_that_nobody_left_out(

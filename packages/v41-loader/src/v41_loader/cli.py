@@ -108,4 +108,4 @@ def _synth(arguments: argparse.Namespace) -> None:
 
 
 def _summary(report: SynthesisReport) -> str:
-    return f"{report.tensors} tensors, {report.nbytes} bytes in {len(report.files)} files"
+    return f"{report.tensors:,} tensors, {report.nbytes:,} bytes in {len(report.files)} files"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from v41_config.parallel_layout import ParallelLayout
@@ -65,3 +66,14 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     if not ranks:
         raise ValueError(text)
     return tuple(ranks)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks as `parse_ranks` reads them: `0,4-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

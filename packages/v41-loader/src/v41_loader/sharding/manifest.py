@@ -53,9 +53,13 @@ class ShardSettings(_Strict):
     """What must be said of every result from these shards (`Inventory.notice`)."""
 
     def difference(self, other: ShardSettings) -> dict[str, object]:
-        """The fields that differ from another's, as they are here."""
+        """The fields that differ from another's, as they are here. Digests by two algorithms say nothing about each
+        other, so the config's is left out where the algorithms differ."""
         mine, theirs = self.model_dump(mode="json"), other.model_dump(mode="json")
-        return {field: value for field, value in mine.items() if theirs[field] != value}
+        different = {field: value for field, value in mine.items() if theirs[field] != value}
+        if "digest" in different:
+            different.pop("config", None)
+        return different
 
 
 @pydantic_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=False))

@@ -72,7 +72,7 @@ class OutputDirectory:
         status = os.statvfs(self.partial)
         free = status.f_bavail * status.f_frsize
         if needed > free:
-            raise DiskFullError(str(self.path), f"{free} bytes free", f"room for {needed} more")
+            raise DiskFullError(str(self.path), f"{free:,} bytes free", f"room for {needed:,} bytes more")
 
     def discard(self) -> None:
         """Remove everything partial."""

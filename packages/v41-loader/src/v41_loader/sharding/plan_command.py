@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from v41_loader.garbage_collection import collection_paused
@@ -13,9 +14,10 @@ from v41_loader.sharding.command_options import (
     add_sharding_options,
     add_threads_option,
     parallel_layout,
+    ranks_text,
     sharded_inventory,
 )
-from v41_loader.sharding.shard_plan import ShardPlan, plan_shards
+from v41_loader.sharding.shard_plan import RankPlan, ShardPlan, plan_shards
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -52,13 +54,24 @@ def _as_text(plan: ShardPlan) -> str:
         f"written: {plan.written_bytes:,} bytes in {len(plan.ranks)} files",
         f"memory: at most {plan.memory_bound:,} bytes",
         "",
-        f"{'bytes by class':<28}" + "".join(f"{f'rank {rank.rank}':>18}" for rank in plan.ranks),
+        *_rank_table(plan.ranks),
+        "",
     ]
-    groups = [group for group in TensorGroup if any(group in rank.groups for rank in plan.ranks)]
-    rows = [(group.value, [rank.groups.get(group, 0) for rank in plan.ranks]) for group in groups]
-    rows.append(("all", [rank.nbytes for rank in plan.ranks]))
-    rows.append(("tensors", [rank.tensors for rank in plan.ranks]))
-    rows.append(("read by this rank alone", [rank.read_bytes for rank in plan.ranks]))
-    lines += [f"{name:<28}" + "".join(f"{value:>18,}" for value in values) for name, values in rows]
-    lines += ["", *(f"skipped: {t.group.value}, {t.tensors:,} tensors, {t.nbytes:,} bytes" for t in plan.skipped)]
+    lines += [f"skipped: {t.group.value}, {t.tensors:,} tensors, {t.nbytes:,} bytes" for t in plan.skipped]
     return "\n".join([*lines, *([f"Engram left out: {plan.notice}"] if plan.notice else [])])
+
+
+def _rank_table(ranks: Sequence[RankPlan]) -> list[str]:
+    """A column for all ranks that take the same: a large layout has few kinds of them."""
+    groups = [group for group in TensorGroup if any(group in rank.groups for rank in ranks)]
+    names = [*(group.value for group in groups), "all", "tensors", "read by one rank alone"]
+    columns: dict[tuple[int, ...], list[int]] = {}
+    for rank in ranks:
+        sizes = (*(rank.groups.get(group, 0) for group in groups), rank.nbytes, rank.tensors, rank.read_bytes)
+        columns.setdefault(sizes, []).append(rank.rank)
+    heads = [f"each of ranks {ranks_text(held)}" if held[1:] else f"rank {held[0]}" for held in columns.values()]
+    widths = [max(18, len(head) + 2) for head in heads]
+    lines = [f"{'bytes by class':<28}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))]
+    for name, values in zip(names, zip(*columns, strict=True), strict=True):
+        lines.append(f"{name:<28}" + "".join(f"{value:>{width},}" for value, width in zip(values, widths, strict=True)))
+    return lines

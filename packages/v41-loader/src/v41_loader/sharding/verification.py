@@ -87,7 +87,8 @@ def verify_shards(
     if ranks is None:
         for rank in range(shards.layout.world_size):
             if rank not in shards.files:
-                raise MissingRankError(str(shards.directory), f"ranks {list(shards.ranks)}", f"rank {rank}")
+                expected = f"rank {rank}, unless the ranks to verify are named (--ranks)"
+                raise MissingRankError(str(shards.directory), f"ranks {list(shards.ranks)}", expected)
         for parts in shards.contents.parts.values():
             require_union(parts, shards.layout)
     for parts in shards.contents.parts.values():
