@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from v41_config import FLASH
-from v41_goldens import exact
+from v41_goldens import exact, linear
 from v41_goldens.errors import OperandError
 from v41_goldens.judges import assert_equal_bits, unequal_bits
-from v41_goldens.linear import bf16_linear, fp32_linear, quantized_linear, quantized_linear_fp32
+from v41_goldens.linear import (
+    bf16_linear,
+    dequantized_linear,
+    exchanged_linears,
+    fp32_linear,
+    quantized_linear,
+    quantized_linear_fp32,
+)
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
 from v41_goldens.weights import Fp4Weight, Fp8Weight
 
@@ -123,3 +131,51 @@ def test_nothing_zero_and_nan() -> None:
 def test_fp32_activations_are_refused() -> None:
     with pytest.raises(OperandError, match="bfloat16"):
         quantized_linear(torch.zeros(2, 64), fp8(12, 32, 64))
+
+
+def test_a_linear_is_exchanged_for_a_while_and_no_other_with_it() -> None:
+    x, w, matrix = random_x(13, 3, 64), fp8(14, 32, 64), random_x(15, 32, 64)
+    linears: dict[str, Any] = {
+        "quantized_linear": w,
+        "quantized_linear_fp32": w,
+        "bf16_linear": matrix,
+        "fp32_linear": matrix,
+    }
+
+    def results() -> dict[str, Tensor]:
+        return {name: getattr(linear, name)(x, operand) for name, operand in linears.items()}
+
+    goldens = results()
+    for name, operand in linears.items():
+
+        def other(rows: Tensor, weight: object, name: str = name, operand: object = operand) -> Tensor:
+            assert rows is x
+            assert weight is operand
+            return goldens[name] + 1
+
+        with exchanged_linears({name: other}):
+            found = results()
+            with exchanged_linears({}):
+                assert_equal_bits(results()[name], goldens[name], "the goldens inside")
+        for kind, golden in goldens.items():
+            assert_equal_bits(found[kind], golden + 1 if kind == name else golden, f"{kind} without {name}")
+    assert_equal_bits(results()["bf16_linear"], goldens["bf16_linear"], "afterwards")
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_rows_that_are_quantised_go_through_what_takes_the_place_of_the_quantised_linear(
+    make: Callable[[int, int, int], Weight],
+) -> None:
+    """Quantised again they are the same rows, whatever their size."""
+    sizes = torch.tensor([1.0, 3e4, 1e-6, 0.0]).unsqueeze(-1)
+    rows, w = dequantize_activation(quantize_activation((random_x(16, 4, 96) * sizes).bfloat16())), make(17, 64, 96)
+    golden = dequantized_linear(rows, w).bfloat16()
+
+    def again(x: Tensor, weight: Weight) -> Tensor:
+        with exchanged_linears({}):
+            return quantized_linear(x, weight)
+
+    with exchanged_linears({"quantized_linear": again}):
+        assert_equal_bits(dequantized_linear(rows, w).bfloat16(), golden, "quantised twice")
+    with exchanged_linears({"quantized_linear": lambda x, weight: again(x, weight) * 2}):
+        assert_equal_bits(dequantized_linear(rows, w).bfloat16(), golden * 2, "another one's result")

@@ -31,13 +31,22 @@ from v41_goldens.sparse_attention import sparse_attention
 from v41_goldens.weights import AttentionWeights, IndexerWeights
 
 
+def project_input(
+    ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(qr [T, q_lora_rank], q [T, H, head_dim], kv [T, head_dim])` by three other stages; q and kv are rotated."""
+    qr, q = project_queries(ctx, layer, weights, x)
+    return qr, q, ctx.stages.kv_proj_rope(x, weights, *ctx.query_rope(layer), ctx.config)
+
+
 @dataclass(frozen=True)
 class AttentionStages:
     """The operators that the stages call, by name: goldens, each of which may be exchanged for one of its form.
 
-    Whoever exchanges some puts the table into `ForwardContext.stages`.
+    Whoever exchanges some puts the table into `ForwardContext.stages`. `qkv_proj_rope` is made of the three behind it.
     """
 
+    qkv_proj_rope: Callable[..., tuple[Tensor, Tensor, Tensor]] = project_input
     q_proj_qr: Callable[..., Tensor] = q_proj_qr
     q_proj_rope: Callable[..., Tensor] = q_proj_rope
     kv_proj_rope: Callable[..., Tensor] = kv_proj_rope
@@ -70,9 +79,8 @@ def project_queries(
     return qr, q
 
 
-def publish_window(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, x: Tensor) -> None:
+def publish_window(ctx: ForwardContext, layer: LayerConfig, kv: Tensor) -> None:
     """Every layer's own window KV, quantised into its pages."""
-    kv = ctx.stages.kv_proj_rope(x, weights, *ctx.query_rope(layer), ctx.config)
     ctx.stages.publish_window_kv(ctx.caches.window[layer.layer_id], ctx.metadata.window_slots, kv)
     if ctx.capture is not None:
         ctx.record(layer, "window_kv", dequantize_window_kv(quantize_window_kv(kv)))
