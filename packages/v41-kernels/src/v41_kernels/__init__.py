@@ -6,6 +6,7 @@ Importing this package imports neither pypto nor anything that writes files; pyp
 from v41_kernels.errors import (
     CalculatorBuildError,
     CanaryError,
+    DeviceError,
     KernelCrashError,
     KernelError,
     KernelExecutionError,
@@ -31,6 +32,7 @@ __all__ = [
     "CalculatorBuildError",
     "CanaryError",
     "CompiledVariant",
+    "DeviceError",
     "Executor",
     "KernelCrashError",
     "KernelError",

@@ -24,6 +24,7 @@ from v41_model.session import GroupOutput, ModelSession
 from v41_model.step_batch import StepBatch
 from v41_model.step_limits import StepLimits
 from v41_model.swap import Swap
+from v41_model.text_codec import TextCodec, TextStream
 from v41_model.torch_distributed_world import TorchDistributedWorld
 from v41_model.wiring import Wiring
 from v41_model.world import World
@@ -56,7 +57,9 @@ __all__ = [
     "StepBatch",
     "StepLimits",
     "Swap",
+    "TextCodec",
     "TextError",
+    "TextStream",
     "TokenCommunicator",
     "TorchDistributedWorld",
     "Wiring",
