@@ -112,7 +112,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_without_the_extra(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(TextError, match=r"pip install 'v41-model\[text\]'"):
-        TextCodec.open(text_directory, 0)
+        TextCodec.open(str(text_directory), 0)
 
 
 class TestCommand:

@@ -31,12 +31,12 @@ class TextCodec:
         self._bos = bos_token_id
 
     @classmethod
-    def open(cls, directory: Path, bos_token_id: int) -> TextCodec:
+    def open(cls, directory: Path | str, bos_token_id: int) -> TextCodec:
         """The ``tokenizer.json`` of a checkpoint's directory.
 
         Errors: :class:`TextError` when the file is missing or none, or the library ``tokenizers`` is not installed.
         """
-        path = directory / TOKENIZER_FILE
+        path = Path(directory) / TOKENIZER_FILE
         if not path.is_file():
             raise TextError(str(path), "no such file", "the tokenizer of the checkpoint; without it prompts are ids")
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
