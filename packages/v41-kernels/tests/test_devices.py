@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def test_no_roofline_without_a_published_figure(tmp_path: Path) -> None:
         ([described(bandwidth_tb_s=True)], "bandwidth_tb_s"),
         ([described(memory_gb="32")], "memory_gb"),
         ([described(matmul_tflops={"bf16": 1})], "matmul_tflops"),
+        ([described(memory_gb=-1)], "memory_gb"),
+        ([described(memory_gb=float("nan"))], "memory_gb"),
+        ([described(memory_gb=float("inf"))], "memory_gb"),
+        ([described(memory_gb=10**400)], "memory_gb"),
+        ([described(), described()], r"\[1\].name: expected a name that no device before it has, found 'mine'"),
         ([{"name": "mine"}], r"\[0\]"),
         ([described(), {**described(name="x"), "more": 1}], r"\[1\]"),
     ],
@@ -81,3 +87,27 @@ def test_a_device_or_file_that_is_not_there(tmp_path: Path) -> None:
     broken.write_text("[")
     with pytest.raises(DeviceError, match="JSON"):
         find_device("mine", broken)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "JSON in UTF-8"),
+        (b"[" + b"1" * 5000 + b"]", "JSON in UTF-8"),
+        (b"\xff\xfe\x00", "JSON in UTF-8"),
+        (b'[{"name": "mine", "name": "yours"}]', "name: expected it once, found 'the key twice'"),
+        (b" " * (2 << 20), "at most 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_no_list_of_devices(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "devices.json").write_bytes(content)
+    with pytest.raises(DeviceError, match=message):
+        find_device("mine", tmp_path / "devices.json")
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """From /dev/zero one could read for ever, and a pipe waits for somebody to write."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(DeviceError, match="expected a regular file"):
+            find_device("mine", path)

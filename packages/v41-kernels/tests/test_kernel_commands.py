@@ -58,6 +58,9 @@ def test_bench_measures_kernels_and_compositions(capsys: pytest.CaptureFixture[s
         (["bench", "softmax"], "softmax"),
         (["bench", "rms_norm", "--device", "abacus"], "abacus"),
         (["bench", "rms_norm", "--platform", "npu"], "npu"),
+        (["bench", "rms_norm", "--timeout", "inf"], "timeout: expected more than 0"),
+        (["bench", "rms_norm", "--timeout", "nan"], "timeout: expected more than 0"),
+        (["bench", "rms_norm", "--timeout", "0"], "timeout: expected more than 0"),
     ],
 )
 def test_what_bench_cannot_do_is_one_line(
@@ -69,6 +72,14 @@ def test_what_bench_cannot_do_is_one_line(
     assert captured.out == ""
     assert said in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("rows", ["0", "-1", "abc", "1e3", "1" * 10, "\u0663"])
+def test_rows_are_a_positive_number(capsys: pytest.CaptureFixture[str], rows: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "rms_norm", f"--rows={rows}"])
+    assert ended.value.code == 2
+    assert "expected a number from 1 to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", OPERATORS)

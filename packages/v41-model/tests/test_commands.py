@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -337,6 +338,14 @@ def test_request_files_are_checked(tmp_path: Path, content: str, message: str) -
         read_request_file(path)
     assert len(str(caught.value)) < 400
     assert "pydantic" not in str(caught.value)
+
+
+def test_what_is_no_request_file_is_not_read(tmp_path: Path) -> None:
+    """From /dev/zero one could read for ever, and a pipe waits for somebody to write."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(RequestError, match="expected a regular file"):
+            read_request_file(path)
 
 
 def test_every_command_is_reachable(capsys: pytest.CaptureFixture[str]) -> None:

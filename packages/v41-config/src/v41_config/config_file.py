@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from v41_config.bounded_file import read_bounded
 from v41_config.errors import ConfigError
 from v41_config.inference_json import inference_fields, is_inference_json
 from v41_config.json_keys import unique_object
@@ -32,16 +33,9 @@ def read_config_file(path: Path) -> ModelConfig:
 
 
 def _load_object(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():
-        raise ConfigError(str(path), "a directory or device", "a regular file")
+    content = read_bounded(path, MAX_CONFIG_BYTES, "config.json", ConfigError)
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise ConfigError(str(path), "more", f"a config of at most {MAX_CONFIG_BYTES} bytes")
         data = json.loads(content.decode("utf-8"), object_pairs_hook=partial(unique_object, error=_of_repeated_key))
-    except OSError as error:
-        raise ConfigError(str(path), error.strerror, "a readable config.json") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), str(error), "a JSON file") from error
     if not isinstance(data, dict):

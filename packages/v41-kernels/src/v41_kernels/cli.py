@@ -57,10 +57,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 999999999, found {text[:40]!r}")
+    return int(text)
 
 
 def _list(arguments: argparse.Namespace) -> None:

@@ -6,12 +6,18 @@ import importlib.resources
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from v41_config.bounded_file import read_bounded
+from v41_config.json_keys import unique_object
 from v41_kernels.errors import DeviceError
 from v41_kernels.operator_work import Work
 
 _PRECISIONS = ("bf16", "fp8", "fp4")
+_MAX_FILE_BYTES = 1 << 20
+_LARGEST_FIGURE = 1e12
+"""Far beyond any device, and far from where a time would become zero or infinite."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class Device:
 
 def built_in_devices() -> dict[str, Device]:
     """The descriptions that come with this package, by name."""
-    text = importlib.resources.files("v41_kernels").joinpath("devices.json").read_text(encoding="utf-8")
-    return {device.name: device for device in _devices("devices.json", text)}
+    content = importlib.resources.files("v41_kernels").joinpath("devices.json").read_bytes()
+    return {device.name: device for device in _devices("devices.json", content)}
 
 
 def find_device(name: str, file: Path | None = None) -> Device:
@@ -51,23 +57,28 @@ def find_device(name: str, file: Path | None = None) -> Device:
     """
     known = built_in_devices()
     if file is not None:
-        try:
-            known |= {device.name: device for device in _devices(str(file), file.read_text(encoding="utf-8"))}
-        except (OSError, UnicodeDecodeError) as error:
-            raise DeviceError(str(file), f"{type(error).__name__}: {error}", "a readable JSON file") from None
+        content = read_bounded(file, _MAX_FILE_BYTES, "file of devices", DeviceError)
+        known |= {device.name: device for device in _devices(str(file), content)}
     if name not in known:
         raise DeviceError("device", name, f"one of {', '.join(sorted(known))}")
     return known[name]
 
 
-def _devices(where: str, text: str) -> list[Device]:
+def _devices(where: str, content: bytes) -> list[Device]:
+    def repeated(key: str) -> DeviceError:
+        return DeviceError(f"{where}: {key}", "the key twice", "it once")
+
     try:
-        entries = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DeviceError(where, str(error), "JSON") from None
+        entries = json.loads(content, object_pairs_hook=partial(unique_object, error=repeated))
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+        raise DeviceError(where, str(error), "JSON in UTF-8") from None
     if not isinstance(entries, list):
         raise DeviceError(where, type(entries).__name__, "a list of devices")
-    return [_device(f"{where}[{number}]", entry) for number, entry in enumerate(entries)]
+    devices = [_device(f"{where}[{number}]", entry) for number, entry in enumerate(entries)]
+    for number, device in enumerate(devices):
+        if any(device.name == other.name for other in devices[:number]):
+            raise DeviceError(f"{where}[{number}].name", device.name, "a name that no device before it has")
+    return devices
 
 
 def _device(where: str, entry: object) -> Device:
@@ -84,6 +95,8 @@ def _device(where: str, entry: object) -> Device:
     numbers = {f"matmul_tflops.{name}": value for name, value in rates.items()}
     numbers |= {name: entry[name] for name in ("vector_fp16_tflops", "bandwidth_tb_s", "memory_gb")}
     for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST_FIGURE:
             raise DeviceError(f"{where}.{name}", value, "a positive number, or null where none is published")
     return Device(**entry)

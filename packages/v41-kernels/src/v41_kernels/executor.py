@@ -24,7 +24,7 @@ from v41_kernels.platforms import find_platform
 from v41_kernels.pypto_install import find_pypto
 from v41_kernels.registry import OPERATORS, STAGES, KernelOperator, find_kernel
 from v41_kernels.tiers import Tier
-from v41_kernels.worker_process import WorkerProcess
+from v41_kernels.worker_process import WorkerProcess, checked_timeout
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Executor:
         `cpu` interprets kernels up to the tier, the tensor graph if none is given. `npu` runs them on the device that
         torch calls `npu:{device_id}`, which takes no tier, and never interprets one instead.
 
-        Errors: `PlatformError` with what is missing, `PyptoInstallError`; on `npu` those of the worker's start, too:
-        `CanaryError`, `KernelCrashError`, `KernelTimeoutError`.
+        Errors: `PlatformError` with what is missing, `PyptoInstallError`; `KernelError` for a timeout that is none; on
+        `npu` those of the worker's start, too: `CanaryError`, `KernelCrashError`, `KernelTimeoutError`.
         """
         self._pypto = find_pypto()
         self._platform = find_platform(platform, device_id, self._pypto)
         self._tier = None if self._platform.is_device else Tier.GRAPH
         self._tier = self._asked(tier)
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout)
         self._cache_directory = cache_directory or default_cache_directory()
         self._operators = OPERATORS if operators is None else operators
         self._turn = threading.Lock()

@@ -16,7 +16,7 @@ from v41_kernels.platforms import Platform
 from v41_kernels.pypto_for_a5 import ARCHITECTURE, pypto_for_a5
 from v41_kernels.pypto_install import find_pypto
 from v41_kernels.variants import VARIANTS, CompiledVariant, Variant
-from v41_kernels.worker_process import WorkerProcess
+from v41_kernels.worker_process import WorkerProcess, checked_timeout
 
 
 class VariantCompiler:
@@ -34,10 +34,10 @@ class VariantCompiler:
     ) -> None:
         """Takes the seconds that a launch may take; `cache_directory` holds the copy of pypto.
 
-        Errors: `PyptoInstallError`.
+        Errors: `PyptoInstallError`; `KernelError` for a timeout that is none.
         """
         self._pypto = find_pypto()
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout)
         self._cache_directory = cache_directory or default_cache_directory()
         self._variants = variants
         self._worker: WorkerProcess | None = None

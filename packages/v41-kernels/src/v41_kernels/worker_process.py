@@ -22,6 +22,15 @@ from v41_kernels.platforms import Platform
 _START_SECONDS = 120.0  # importing torch and pypto takes 2 s; a loaded machine is given much more
 _DEVICE_START_SECONDS = 600.0  # the device's libraries and, for the canary, the device's compiler
 _STOP_SECONDS = 5.0
+LONGEST_TIMEOUT = 7 * 24 * 3600.0
+"""Seconds; the system cannot wait for an infinite time."""
+
+
+def checked_timeout(seconds: float) -> float:
+    """The seconds that a launch may take. Errors: `KernelError` unless they are positive and not more than a week."""
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise KernelError("timeout", seconds, f"more than 0 and at most {LONGEST_TIMEOUT:.0f} seconds")
+    return seconds
 
 
 class WorkerProcess:

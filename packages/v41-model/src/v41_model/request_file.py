@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from v41_config.bounded_file import read_bounded
 from v41_config.json_keys import unique_object
 from v41_model.errors import RequestError
 
@@ -16,6 +17,9 @@ __all__ = ["Prompt", "read_request_file"]
 
 Prompt = list[int] | str
 """Token ids, or text for a checkpoint that has a tokenizer."""
+
+MAX_FILE_BYTES = 1 << 30
+"""A hundred prompts of a million tokens."""
 
 
 class _RequestFile(BaseModel):
@@ -51,10 +55,9 @@ def read_request_file(path: Path) -> list[Prompt]:
     def repeated(key: str) -> RequestError:
         return RequestError(f"{path} {key}", "the key twice", "it once")
 
+    written = read_bounded(path, MAX_FILE_BYTES, "file of requests", RequestError)
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=partial(unique_object, error=repeated))
-    except OSError as error:
-        raise RequestError(str(path), error.strerror or str(error), "a readable file of requests") from error
+        content = json.loads(written, object_pairs_hook=partial(unique_object, error=repeated))
     except (ValueError, RecursionError) as error:
         raise RequestError(str(path), str(error), "JSON in UTF-8") from error
     try:
