@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -38,6 +39,30 @@ def faulty_operator(kernel: str) -> KernelOperator:
     """`out = 2 x`, by a kernel of tests/faulty_kernels."""
     tensors = (TensorSpec("x", ("T", "D"), "float32"), TensorSpec("out", ("T", "D"), "float32", "out"))
     return KernelOperator(OperatorSpec(kernel, tensors, (), "out = 2 x"), kernel)
+
+
+def test_a_large_launch_leaves_its_memory_to_the_next(executor: Executor) -> None:
+    """The interpreter keeps all that it decoded until the next launch has ended, if nobody makes it let go."""
+    inputs, outputs = 5120, 1024
+    codes = torch.zeros(outputs, inputs, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.full((outputs // 32, inputs // 32), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    x, out = torch.ones(1, inputs).bfloat16(), torch.ones(1, outputs).bfloat16()
+
+    def most_megabytes() -> int:
+        assert executor._worker is not None
+        status = Path(f"/proc/{executor._worker._process.pid}/status").read_text()
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) // 1024
+
+    run = functools.partial(executor.run, "quantized_linear", x=x, w=codes, w_scale=scale, out=out)
+    executor.close()
+    run(num_tokens=0)
+    idle = most_megabytes()
+    run()
+    first = most_megabytes() - idle
+    run()
+    assert not out.any()
+    assert first > 300
+    assert most_megabytes() - idle < 1.3 * first
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,9 @@ from v41_kernels.compiler_session import CompilerSession, graph_operations, para
 from v41_kernels.errors import KernelExecutionError
 from v41_kernels.pass_report import PassCheck, read_pass_report
 from v41_kernels.tiers import CHECKED_PASSES, Tier
+
+_MUCH_MEMORY = 1 << 28
+"""Bytes that the verifier may keep from one launch to the next."""
 
 
 class Interpreter:
@@ -77,16 +81,17 @@ class Interpreter:
         `KernelExecutionError` if pypto raises anything or values are missing.
         """
         with self._session.output_directory() as output:
+            before = _memory_in_use()
             with self._session.failures(where, "a kernel that compiles and runs"):
                 self._compile(entry, tensors, destinations, tier, tolerance)
+            kept = _memory_in_use() - before
             verified = the_only_file(where, f"{output}/output_*/verify_*")
             order = parameters(entry)
             for name in destinations:
                 self._read_back(where, verified, order.index(name), tensors[name])
-            if tier is not Tier.PASSES:
-                return ()
-            self._close_reports()
-            return read_pass_report(where, verified)
+            if tier is Tier.PASSES or kept > _MUCH_MEMORY:
+                self._close()
+            return read_pass_report(where, verified) if tier is Tier.PASSES else ()
 
     def measure(
         self, where: str, entry: Callable[..., None], tensors: Mapping[str, Tensor], tier: Tier | None
@@ -163,6 +168,11 @@ class Interpreter:
             raise KernelExecutionError(where, f"{raw.nbytes} bytes in {values.name}", expected)
         destination.copy_(torch.from_numpy(raw).view(destination.dtype).view(destination.shape))
 
-    def _close_reports(self) -> None:
-        """The verifier closes (and so completes) its report when the next compilation opens another one."""
+    def _close(self) -> None:
+        """The verifier completes its report, and lets go of what it has interpreted, with the next compilation."""
         check_canary(self)
+
+
+def _memory_in_use() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
