@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,20 @@ def test_the_package_is_its_command() -> None:
 def test_devices_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices"]) == 0
     assert all(device["source"] for device in json.loads(capsys.readouterr().out))
+
+
+def test_devices_of_a_file_are_listed_with_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the command prints is what it reads; a file's device replaces one of its name."""
+    assert main(["devices"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    mine = [{**listed[0], "memory_gb": 1}, {**listed[0], "name": "mine"}]
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(mine))
+    assert main(["devices", "--devices", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out) == [mine[0], *listed[1:], mine[1]]
+    file.write_text("[1]")
+    assert main(["devices", "--devices", str(file)]) == 2
+    assert "mine.json[0]: expected an object" in capsys.readouterr().err
 
 
 @LINUX

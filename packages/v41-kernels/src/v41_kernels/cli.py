@@ -11,7 +11,7 @@ from pathlib import Path
 
 from v41_config import PRESETS
 from v41_config.command_line import run_command
-from v41_kernels.devices import built_in_devices, find_device
+from v41_kernels.devices import find_device, known_devices
 from v41_kernels.registry import OPERATORS, find_kernel
 from v41_kernels.tiers import Tier
 from v41_kernels.variants import NOT_VERIFIED, variants_of
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     timing.set_defaults(run=_bench)
 
     devices = commands.add_parser("devices", help="the device descriptions with their sources, as JSON")
+    devices.add_argument("--devices", type=Path, metavar="FILE.json", help="further ones, in the form that this prints")
     devices.set_defaults(run=_devices)
     return parser
 
@@ -121,6 +122,6 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _devices(arguments: argparse.Namespace) -> None:
-    del arguments
-    shown = [{**vars(device), "matmul_tflops": dict(device.matmul_tflops)} for device in built_in_devices().values()]
+    known = known_devices(arguments.devices)
+    shown = [{**vars(device), "matmul_tflops": dict(device.matmul_tflops)} for device in known.values()]
     print(json.dumps(shown, indent=1))

@@ -50,8 +50,8 @@ def built_in_devices() -> dict[str, Device]:
     return {device.name: device for device in _devices("devices.json", content)}
 
 
-def find_device(name: str, file: Path | None = None) -> Device:
-    """A device by name: of a file in the form of `devices.json` if one is given, else of those that come along.
+def known_devices(file: Path | None = None) -> dict[str, Device]:
+    """Those that come along and those of a file in the same form, which replace others of their names.
 
     Errors: `DeviceError`.
     """
@@ -59,6 +59,15 @@ def find_device(name: str, file: Path | None = None) -> Device:
     if file is not None:
         content = read_bounded(file, _MAX_FILE_BYTES, "file of devices", DeviceError)
         known |= {device.name: device for device in _devices(str(file), content)}
+    return known
+
+
+def find_device(name: str, file: Path | None = None) -> Device:
+    """A device of `known_devices` by name.
+
+    Errors: `DeviceError`.
+    """
+    known = known_devices(file)
     if name not in known:
         raise DeviceError("device", name, f"one of {', '.join(sorted(known))}")
     return known[name]
