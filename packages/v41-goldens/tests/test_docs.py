@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import v41_goldens
-from v41_config import OperatorSpec, TensorSpec, operators
+from v41_config import AttentionMode, OperatorSpec, TensorSpec, operators
+from v41_goldens.compositions import COMPOSITIONS
 from v41_goldens.operators import golden
 
 PACKAGE = Path(__file__).parents[1]
@@ -61,6 +62,24 @@ def test_contracts_on_a_page_are_those_of_the_abi(page: Path, tmp_path: Path) ->
 def test_every_operator_is_on_one_page() -> None:
     named = [name for page in PAGES for match in MARKER.finditer(page.read_text()) for name in match[1].split()]
     assert sorted(named) == sorted(operators())
+
+
+def test_the_index_names_every_operator_and_composition_beside_its_page() -> None:
+    rows = re.findall(
+        r"^\|[^|]*\| \[[^]]*\]\((parts/\w+\.md)\) \|([^|]*)\|$", (DOCS / "index.md").read_text(), re.MULTILINE
+    )
+    assert sorted(page for page, _ in rows) == sorted(str(page.relative_to(DOCS)) for page in DOCS.glob("parts/*.md"))
+    listed = []
+    for page, cell in rows:
+        names = [
+            name.replace("MODE", mode.value)
+            for name in re.findall(r"`(\w+)`", cell)
+            for mode in (AttentionMode if "MODE" in name else [AttentionMode.SWA])
+        ]
+        marker = MARKER.search((DOCS / page).read_text())
+        assert sorted(names) == sorted(marker[1].split() if marker else names)
+        listed += names
+    assert sorted(listed) == sorted([*operators(), *COMPOSITIONS])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
