@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -86,6 +87,19 @@ def test_the_judges_decide(tmp_path: Path) -> None:
     assert properties["test_output", "test_accepts"].startswith("accepted; 6 rows: relative L2 0.001")
     assert properties["test_output", "test_rejects"].startswith("1 of 6 rows are beyond a bound")
     assert properties["test_output", "test_active_rows"].startswith("accepted; 4 rows")
+
+
+def test_the_example_of_the_readme_judges(tmp_path: Path) -> None:
+    """As it stands it passes in every layout, with another bound's constant or a row too many it fails."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import pytest" in block)
+    for replaced, by, expected in (
+        ("", "", "3 passed"),
+        ('bound.constants["eps"]', "1.0", "3 failed"),
+        ('rows = given["num_tokens"]', 'rows = given["num_tokens"] + 1', "3 failed"),
+    ):
+        (tmp_path / "test_example.py").write_text(example.replace(replaced, by) if replaced else example)
+        assert expected in run_pytest(tmp_path, "test_example.py").stdout
 
 
 def test_a_layout_that_is_no_pair_is_named(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("name", metavar="NAME", help="an operator; with --phase, its name without the phase")
     run.add_argument("--phase", choices=PHASES, help="default: that of the name, else prefill")
     run.add_argument("--preset", choices=sorted(PRESETS), default="tiny", help="default: %(default)s")
-    run.add_argument("--tokens", type=int, help="packed rows of a TP group; default: 33, with TP4 and half layers 32")
+    run.add_argument("--tokens", type=int, help="packed rows of a TP group; default: 33, with --tp 4 32")
     run.add_argument("--active-tokens", type=int, metavar="N", help="valid rows; default: 31, of 32 tokens 24, or all")
     run.add_argument("--requests", type=int, default=_REQUESTS, help="of a DP group; default: %(default)s")
     run.add_argument("--epochs", type=int, help="runs with the same operands; default: 2, with --dp-tokens 3")
@@ -167,6 +167,6 @@ def _dp_tokens(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
+    if not all(part.isascii() and part.strip().isdecimal() and len(part) < 10 for part in parts):
         raise OperandError("--dp-tokens", text, "numbers with commas between, such as 7,1")
     return tuple(int(part) for part in parts)
