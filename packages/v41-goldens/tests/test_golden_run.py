@@ -101,6 +101,13 @@ def test_list_names_every_golden(capsys: pytest.CaptureFixture[str]) -> None:
         (["rms_norm", "--requests", "0"], "requests: expected 1 to 1048576, found 0"),
         (["rms_norm", "--dp-tokens", "7,x"], "--dp-tokens: expected numbers"),
         (["rms_norm", "--dp", "3", "--dp-tokens", "7,1"], "dp_tokens: expected a count for each of 3 DP groups"),
+        (["rms_norm", "--dp-tokens", "\u0663,1"], "--dp-tokens: expected numbers"),
+        (
+            ["rms_norm", "--dp-tokens", "7,1", "--active-tokens", "3"],
+            "active tokens: expected nothing beside dp_tokens",
+        ),
+        (["rms_norm", "--seed", "-1"], "seed: expected 0 to 18446744073709551615, found -1"),
+        (["rms_norm", "--seed", "1" * 40], "seed: expected 0 to"),
         (["q_proj_rope", "--tp", "3"], "expected"),
         (["forward", "--save-data", "x"], "--save-data: expected an operator"),
         (["forward", "--tp", "4"], "--tp, --dp: expected one rank"),

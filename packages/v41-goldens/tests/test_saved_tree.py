@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +107,24 @@ def link(name: str) -> Callable[[Path], None]:
     return apply
 
 
+def twice(key: str) -> Callable[[Path], None]:
+    """The first entry of that key stands there twice, with the same value."""
+
+    def apply(place: Path) -> None:
+        text = (place / MANIFEST).read_text()
+        (place / MANIFEST).write_text(re.sub(rf'("{key}": [^,\n]+)', r"\1, \1", text, count=1))
+
+    return apply
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def apply(place: Path) -> None:
+        (place / name).unlink()
+        os.mkfifo(place / name)
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -134,6 +154,14 @@ def link(name: str) -> Callable[[Path], None]:
         (replace(MANIFEST, b"\xff\xfe"), "manifest.json"),
         (replace(MANIFEST, b"[" * 100_000), "manifest.json"),
         (replace(MANIFEST, bytes(2 << 20)), "at most 1048576 bytes"),
+        (replace(MANIFEST, b"1" * 5000), "manifest.json: expected JSON in UTF-8"),
+        (twice("tp"), "manifest.json: tp: expected it once, found 'the key twice'"),
+        (twice("sha256"), "manifest.json: sha256: expected it once, found 'the key twice'"),
+        (edit(tp=True), "tp: expected"),
+        (edit(tp=1.0), "tp: expected"),
+        (edit(inputs={"bytes": 3, "sha256": "0" * 64, "sha512": "0" * 128}), "inputs.sha512: expected"),
+        (pipe(MANIFEST), "manifest.json: expected a file of a saved tree"),
+        (pipe(OUTPUTS), "outputs.safetensors: expected a file of a saved tree"),
         (lambda place: (place / OUTPUTS).unlink(), "outputs.safetensors: expected a file of a saved tree"),
         (lambda place: (place / MANIFEST).unlink(), "manifest.json: expected a file of a saved tree"),
         (link(INPUTS), "inputs.safetensors: expected a file of the tree itself, found 'a symbolic link'"),

@@ -7,11 +7,13 @@ known from the operator's contract before anything is read, and every file has t
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from v41_config import BoundOperator, CountSpec, ModelConfig, OperatorSpec, ParallelLayout, find_operator
+from v41_config.bounded_file import read_bounded
+from v41_config.json_keys import unique_object
 from v41_goldens.errors import TreeError
 
 FORMAT_VERSION = 1
@@ -157,16 +161,21 @@ def _counts(spec: OperatorSpec) -> list[str]:
 
 def _read_manifest(place: Path) -> _Manifest:
     path = _inside(place, MANIFEST)
+
+    def repeated(key: str) -> TreeError:
+        return TreeError(f"{path}: {key}", "the key twice", "it once")
+
+    content = read_bounded(path, _MANIFEST_LIMIT, "manifest of a saved tree", TreeError)
     try:
-        if path.stat().st_size > _MANIFEST_LIMIT:
-            raise TreeError(str(path), path.stat().st_size, f"at most {_MANIFEST_LIMIT} bytes")
-        return _Manifest.model_validate_json(path.read_bytes())
+        return _Manifest.model_validate(
+            json.loads(content.decode("utf-8"), object_pairs_hook=partial(unique_object, error=repeated))
+        )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise TreeError(f"{path}: {where}", first.get("input"), first["msg"]) from None
-    except OSError as error:
-        raise TreeError(str(path), error.strerror, "the manifest of a saved tree") from error
+    except (ValueError, RecursionError) as error:
+        raise TreeError(str(path), str(error), "JSON in UTF-8") from None
 
 
 def _inside(place: Path, name: str) -> Path:
