@@ -19,6 +19,7 @@ from v41_loader import Checkpoint
 from v41_model import operator_provider
 from v41_model.errors import ProviderError, RankError
 from v41_model.generation import Request, admit, advance
+from v41_model.linear_calls import LINEAR_CALLS
 from v41_model.local_world import LocalWorld
 from v41_model.operator_calls import CALLS
 from v41_model.operator_provider import OperatorProvider, find_provider
@@ -72,9 +73,10 @@ def plain(tiny_checkpoint: Checkpoint) -> list[Tensor]:
     return _generated(tiny_checkpoint, {})[0]
 
 
-MODES = {name for name, calls in CALLS.items() if calls.whole_mode}
-BEHIND_OTHERS = {"fp32_linear", "candidate_blocks"}
-"""Not called where lm_head and the indexer that is made of it are exchanged too."""
+SINGLE = {name for name, calls in CALLS.items() if not calls.composed}
+MODES = {name for name in CALLS if "_attn_" in name}
+BEHIND_OTHERS = {*LINEAR_CALLS, "candidate_blocks"}
+"""Not called where the stages that they are part of are exchanged too."""
 
 
 @pytest.mark.parametrize("whole_modes", [False, True], ids=["single", "modes"])
@@ -84,7 +86,7 @@ def test_every_operator_through_its_contract_gives_the_goldens_bits(
     """All operands, destinations and scalars of every operator go through the ABI and back, in all six modes and in
     prefill and decode."""
     provider = Goldens()
-    chosen = MODES if whole_modes else set(CALLS) - MODES - BEHIND_OTHERS
+    chosen = MODES if whole_modes else SINGLE - BEHIND_OTHERS
     logits, report = _generated(tiny_checkpoint, dict.fromkeys(chosen, provider))
     assert set(provider.calls) == chosen
     assert report.first_difference is None, report.lines()
@@ -96,7 +98,7 @@ def test_every_operator_through_its_contract_gives_the_goldens_bits(
 DESTINATIONS = [
     # a mode's decode entry is written like its prefill entry
     pytest.param(name, tensor, marks=[pytest.mark.slow] if name.startswith("decode_") else [])
-    for name in CALLS
+    for name in sorted(SINGLE | MODES)
     for tensor in find_operator(name).destinations
 ]
 
@@ -127,6 +129,8 @@ def test_one_wrong_element_of_any_tensor_is_found_and_named(
     try:
         for _ in range(4):
             advance(session, groups)
+    except Enough:  # outside of the ranks
+        pass
     except RankError as error:  # a wrong selection may name what is not there
         if not isinstance(error.__cause__, (Enough, OperandError)):
             raise

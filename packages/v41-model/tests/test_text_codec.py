@@ -102,7 +102,7 @@ def test_text_that_the_tokenizer_has_no_tokens_for(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"tokenizer.json: .*found 'no such file'"):
+    with pytest.raises(TextError, match=r"tokenizer.json: .*found no such file"):
         TextCodec.open(tmp_path, 0)
     (tmp_path / TOKENIZER_FILE).write_text('{"model": 3}')
     with pytest.raises(TextError, match="a file that tokenizers can read"):
@@ -137,7 +137,7 @@ class TestCommand:
     def test_a_chat_ends_at_eos(
         self, text_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("v41_model.generation.choose_tokens", lambda logits, _: [TINY.eos_token_id] * len(logits))
+        monkeypatch.setattr("v41_model.generation.choose_tokens", lambda logits, *_: [TINY.eos_token_id] * len(logits))
         options = ["generate", "--checkpoint", str(text_directory), "--max-new-tokens", "3", "--prompt", "the cat"]
         assert main([*options, "--chat", "thinking"]) == 0
         captured = capsys.readouterr()

@@ -56,7 +56,9 @@ def advance(
     batches = [group.batch(plan) for group, plan in zip(groups, plans, strict=True)]
     outputs = session.step(batches, all_logits=all_logits, capture=capture)
     chosen = [
-        choose_tokens(output.last_logits, [(request.sampling, len(request.generated)) for request, _ in plan])
+        choose_tokens(
+            output.last_logits, [(request.sampling, len(request.generated)) for request, _ in plan], session.operators
+        )
         for output, plan in zip(outputs, plans, strict=True)
     ]
     return [

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from v41_config import BLOCK_ROWS, BoundOperator, ModelConfig, ParallelLayout, find_operator
 from v41_config.operator_spec import BoundTensor, CountSpec
-from v41_goldens.fixtures import FixtureCase, operator_fixture
+from v41_goldens.fixtures import FixtureCase, linear_shape, operator_fixture
 from v41_goldens.judges import ROW_BOUNDS, RowBounds, judge_equal_bits, judge_row_bounds
 from v41_goldens.judges.verdict import Verdict
 from v41_goldens.operators import golden
@@ -120,7 +120,7 @@ def hard_case(
     spec = find_operator(name)
     rows = active if name == "compress_ratio_2" else rows  # its groups are counted apart from its rows
     generator = torch.Generator().manual_seed(hash((rows, active, seed, config.hidden_size)) % 2**31)
-    extents = _extents(rows) | {"ATTENDED": config.sliding_window + config.index_topk}
+    extents = _extents(config, rows) | {"ATTENDED": config.sliding_window + config.index_topk}
     if name.startswith("hierarchical_"):
         extents["ENTRIES"] = extents["PAGES"] * BLOCK_ROWS
     extents |= extents_instead
@@ -146,9 +146,10 @@ def _case(bound: BoundOperator, arguments: dict[str, Any]) -> KernelCase:
     return KernelCase(bound, arguments, expected, active)
 
 
-def _extents(rows: int) -> dict[str, int]:
+def _extents(config: ModelConfig, rows: int) -> dict[str, int]:
+    n, k = linear_shape(config)
     return {"T": rows, "B": 2, "G": rows, "R": rows, "LOGIT_ROWS": rows, "CAPACITY": 64, "ENTRIES": 61, "PAGES": 2,
-            "WINDOW_BLOCKS": 2, "COMPRESSED_BLOCKS": 4, "STATE_BLOCKS": 3, "N": 96, "K": 256}  # fmt: skip
+            "WINDOW_BLOCKS": 2, "COMPRESSED_BLOCKS": 4, "STATE_BLOCKS": 3, "N": n, "K": k}  # fmt: skip
 
 
 def judge(case: KernelCase) -> dict[str, Verdict]:

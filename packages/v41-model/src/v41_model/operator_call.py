@@ -46,13 +46,14 @@ def _in_its_form(_given: tuple[Any, ...], result: Any, values: Sequence[Tensor])
 
 @dataclass(frozen=True)
 class OperatorCalls:
-    """One operator of the ABI behind an entry of the table.
+    """One operator of the ABI behind an entry of the table, or behind a function that is none.
 
-    ``operator`` is the ABI's name, ``entry`` the table's. ``arguments``, with the golden's signature, gives operands
-    and counts; constants are the model's. ``applies`` says whether a call is this operator's, where several stand
-    behind one entry. ``outputs(arguments, result)`` are the contract's ``out`` tensors in their order of what the
-    golden gave, and ``restored(arguments, result, tensors)`` is the golden's result with other tensors in their place.
-    ``whole_mode`` marks those that are composed of other exchangeable operators.
+    ``operator`` is the ABI's name, ``entry`` the table's or the function's. ``arguments``, with the golden's signature,
+    gives operands and counts; constants are the model's. ``applies`` says whether a call is this operator's, where
+    several stand behind one entry. ``outputs(arguments, result)`` are the contract's ``out`` tensors in their order of
+    what the golden gave, and ``restored(arguments, result, tensors)`` is the golden's result with other tensors in
+    their place. ``composed`` marks those that are made of other exchangeable operators; ``joins`` names the group
+    (``"TP"``, ``"EP"``) whose ranks meet inside of one, which a provider can only do for a group of one rank.
     """
 
     operator: str
@@ -61,7 +62,8 @@ class OperatorCalls:
     applies: Callable[..., bool] = _always
     outputs: Callable[[tuple[Any, ...], Any], tuple[Tensor, ...]] = _in_order
     restored: Callable[[tuple[Any, ...], Any, Sequence[Tensor]], Any] = _in_its_form
-    whole_mode: bool = False
+    composed: bool = False
+    joins: str = ""
 
     @property
     def spec(self) -> OperatorSpec:

@@ -6,13 +6,17 @@ returns are the contract's ``out`` tensors in their order. :data:`CALLS` is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from v41_config import ModelConfig, OperatorError
+from v41_config import LayerConfig, ModelConfig, OperatorError
 from v41_goldens.compressor import CompressorRows
+from v41_goldens.forward_context import ForwardContext
+from v41_goldens.greedy import greedy_tokens
 from v41_goldens.paged_cache import RowCache
 from v41_goldens.weights import (
     AttentionWeights,
@@ -21,8 +25,11 @@ from v41_goldens.weights import (
     HyperConnectionWeights,
     IndexerWeights,
     IndexKeyWeights,
+    MoeWeights,
 )
 from v41_model.attention_calls import ATTENTION_CALLS
+from v41_model.expert_parallel import ExpertParallelOutput, expert_parallel_moe
+from v41_model.linear_calls import LINEAR_CALLS
 from v41_model.operator_call import (
     Arguments,
     OperatorCalls,
@@ -52,12 +59,12 @@ def _rms_norm(x: Tensor, weight: Tensor, _: float) -> Arguments:
     return {"x": x, "weight": weight}
 
 
-def _fp32_linear(x: Tensor, w: Tensor) -> Arguments:
-    return {"x": x, "w": w}
-
-
 def _lm_head(normed: Tensor, head: Tensor) -> Arguments:
     return {"normed": normed, "head_weight": head}
+
+
+def _greedy(logits: Tensor) -> Arguments:
+    return {"logits": logits}
 
 
 def _mhc_mixes(x_hc: Tensor, weights: HyperConnectionWeights, _: ModelConfig) -> Arguments:
@@ -82,6 +89,14 @@ def _q_proj_rope(qr: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor
 
 def _kv_proj_rope(x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, _: ModelConfig) -> Arguments:
     return {"x": x, **packed_weight("wkv", weights.wkv), "kv_norm": weights.kv_norm, **rope_rows(cos, sin)}
+
+
+def _qkv_proj_rope(ctx: ForwardContext, layer: LayerConfig, weights: AttentionWeights, x: Tensor) -> Arguments:
+    return {
+        **_q_proj_qr(x, weights, ctx.config),
+        **packed_weight("wq_b", weights.wq_b),
+        **_kv_proj_rope(x, weights, *ctx.query_rope(layer), ctx.config),
+    }
 
 
 def _compress_ratio_1(x: Tensor, weights: CompressorWeights, _: ModelConfig) -> Arguments:
@@ -148,10 +163,14 @@ def _gate(x: Tensor, weight: Tensor, bias: Tensor, _: ModelConfig) -> Arguments:
 def _routed_experts(
     rows: Tensor, ids: Tensor, route_weights: Tensor, experts: Mapping[int, ExpertWeights], _: ModelConfig
 ) -> Arguments:
-    """Weights of the experts held here, neighbours, on top of each other; ids as they were sent."""
-    held = sorted(experts)
+    """Ids as they were sent."""
     operands: Arguments = {"rows": rows, "row_expert_ids": ids, "row_route_weights": route_weights}
-    operands["expert_start"] = held[0]
+    return {**operands, **_expert_weights(experts), "expert_start": min(experts)}
+
+
+def _expert_weights(experts: Mapping[int, ExpertWeights]) -> Arguments:
+    """Weights of the experts held here, neighbours, on top of each other."""
+    held, operands = sorted(experts), Arguments()
     if held != list(range(held[0], held[0] + len(held))):
         raise OperatorError("routed_experts: experts", held, "ids that follow one another")
     for name in ("w1", "w3", "w2"):
@@ -160,6 +179,23 @@ def _routed_experts(
             stacked = torch.stack([part[key].view(torch.uint8) for part in parts])
             operands[key] = stacked.view(parts[0][key].dtype)
     return operands
+
+
+def _moe(x: Tensor, weights: MoeWeights, _owners: Tensor, config: ModelConfig, *_: object) -> Arguments:
+    """Where one rank owns every expert."""
+    gate = {"gate_weight": weights.gate, "gate_bias": weights.gate_bias}
+    return {**_shared_expert(x, weights.shared, config), **gate, **_expert_weights(weights.experts)}
+
+
+def _moe_out(_given: tuple[Any, ...], result: ExpertParallelOutput) -> tuple[Tensor, ...]:
+    return (result.out,)
+
+
+def _moe_restored(
+    _given: tuple[Any, ...], result: ExpertParallelOutput, values: Sequence[Tensor]
+) -> ExpertParallelOutput:
+    """With the golden's routes, which the operator does not tell."""
+    return replace(result, out=values[0])
 
 
 def _shared_expert(x: Tensor, weights: ExpertWeights, _: ModelConfig) -> Arguments:
@@ -178,7 +214,6 @@ _OWN_NAMES: dict[str, Callable[..., Arguments]] = {
     "input_pack": _input_pack,
     "materialize_rope_rows": _materialize_rope_rows,
     "rms_norm": _rms_norm,
-    "fp32_linear": _fp32_linear,
     "mhc_mixes": _mhc_mixes,
     "mhc_pre": _mhc_pre,
     "mhc_post": _mhc_post,
@@ -206,6 +241,12 @@ _OWN_NAMES: dict[str, Callable[..., Arguments]] = {
 CALLS: dict[str, OperatorCalls] = {
     **{name: OperatorCalls(name, name, arguments) for name, arguments in _OWN_NAMES.items()},
     "lm_head": OperatorCalls("lm_head", "fp32_linear", _lm_head),
+    "greedy": OperatorCalls("greedy", greedy_tokens.__name__, _greedy),
+    **LINEAR_CALLS,
+    "qkv_proj_rope": OperatorCalls("qkv_proj_rope", "qkv_proj_rope", _qkv_proj_rope, composed=True),
+    "moe": OperatorCalls(
+        "moe", expert_parallel_moe.__name__, _moe, outputs=_moe_out, restored=_moe_restored, composed=True, joins="EP"
+    ),
     **ATTENTION_CALLS,
 }
 """By the ABI's name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ from v41_goldens.rms_norm import rms_norm
 from v41_goldens.rope import materialize_rope_rows
 
 __all__ = ["Operators"]
+
+Golden = TypeVar("Golden", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class Operators(AttentionStages):
     def at(self, layer: int | None) -> Operators:
         """The table of one layer, or of entry and exit (None): here the same for all."""
         return self
+
+    def around(self, golden: Golden) -> Golden:
+        """What runs in the place of a function that is no entry: pieces made of entries, and the choice of tokens.
+
+        Here that is the function itself.
+        """
+        return golden
 
     def replace(self, **operators: Callable[..., Any]) -> Operators:
         """This table with some operators exchanged. Errors: :class:`v41_config.ConfigError` for an unknown name."""

@@ -26,7 +26,7 @@ from v41_model.operator_checks import checked
 from v41_model.operators import Operators
 from v41_model.wiring import TpBoundary, Wiring
 
-__all__ = ["RankStep", "ResidualStreams", "sequence_parallel_layer"]
+__all__ = ["AttentionHalf", "RankStep", "ResidualStreams", "attention_half", "sequence_parallel_layer"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,19 @@ class ResidualStreams:
 
     def __post_init__(self) -> None:
         self.x_hc.require_same_side(self.pre_mix)
+
+
+@dataclass(frozen=True)
+class AttentionHalf:
+    """What the attention half hands to the MoE half, and what led to it.
+
+    ``attn_in`` BF16 ``[T, D]`` are the rows that attention took; ``attn_out`` BF16 ``[T_local, D]`` what the group
+    gave for this rank's rows. Both are None where the group has no tokens.
+    """
+
+    streams: ResidualStreams
+    attn_in: Tensor | None = None
+    attn_out: LocalRows[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,18 +111,18 @@ def sequence_parallel_layer(
 ) -> ResidualStreams:
     """Attention half, then MoE half. ``weights`` hold this rank's heads, output groups and experts."""
     step = step.at(layer)
-    x_hc, attn_pre = _attention_half(step, layer, weights, streams)
-    return _moe_half(step, layer, weights, ResidualStreams(x_hc, attn_pre))
+    half = step.operators.around(attention_half)(step, layer, weights, streams)
+    return _moe_half(step, layer, weights, half.streams)
 
 
-def _attention_half(
+def attention_half(
     step: RankStep, layer: LayerConfig, weights: LayerWeights, streams: ResidualStreams
-) -> tuple[LocalRows[Tensor], LocalRows[Tensor]]:
-    """The streams after attention, and the pre-mix that the MoE half collapses with."""
+) -> AttentionHalf:
+    """The streams after attention, with the pre-mix that the MoE half collapses with."""
     ops, mapping = step.operators, step.mapping
     pre, post, comb = _mixes(step, layer, "attn", streams.x_hc, weights.hc_attn)
     if mapping.active == 0:  # every rank of the group sees the same count
-        return streams.x_hc, pre
+        return AttentionHalf(ResidualStreams(streams.x_hc, pre))
     attn_in = _sublayer_input(step, streams, weights.attn_norm)
     gathered = step.boundary.gather(attn_in, Site("attention input", layer.layer_id)).tokens
     step.record(layer, "attn_in", gathered)
@@ -117,7 +130,8 @@ def _attention_half(
     checked(f"attn_{layer.mode.value}", partial, gathered.shape, torch.float32)
     attn_out = step.boundary.reduce(partial, Site("attention output", layer.layer_id)).map_tokens(Tensor.bfloat16)
     step.record_own(layer, "attn_out", attn_out)
-    return _mhc_post(step, attn_out, streams.x_hc, post, comb), pre
+    x_hc = _mhc_post(step, attn_out, streams.x_hc, post, comb)
+    return AttentionHalf(ResidualStreams(x_hc, pre), gathered, attn_out)
 
 
 def _moe_half(step: RankStep, layer: LayerConfig, weights: LayerWeights, streams: ResidualStreams) -> ResidualStreams:
@@ -125,7 +139,7 @@ def _moe_half(step: RankStep, layer: LayerConfig, weights: LayerWeights, streams
     pre, post, comb = _mixes(step, layer, "ffn", streams.x_hc, weights.hc_ffn)
     moe_in = step.boundary.own(_sublayer_input(step, streams, weights.ffn_norm))
     step.record(layer, "moe_in", moe_in.tokens)
-    moe = expert_parallel_moe(
+    moe = ops.around(expert_parallel_moe)(
         moe_in.tokens, weights.moe, step.expert_owners, step.config, step.communicator, ops, layer.layer_id
     )
     step.record(layer, "router_ids", moe.routes.ids)

@@ -19,6 +19,7 @@ from v41_goldens import exact
 from v41_goldens.greedy import greedy_tokens
 from v41_model.errors import RequestError
 from v41_model.integer_checks import as_integer
+from v41_model.operators import Operators
 
 __all__ = ["GREEDY", "Sampling", "choose_tokens"]
 
@@ -68,12 +69,17 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def choose_tokens(logits: Tensor, choices: Sequence[tuple[Sampling, int]]) -> list[int]:
+def choose_tokens(
+    logits: Tensor, choices: Sequence[tuple[Sampling, int]], operators: Operators | None = None
+) -> list[int]:
     """A token id for each row of FP32 ``[R, V]``; ``choices`` has each row's sampling and how many it chose before.
+
+    ``operators`` may have another greedy choice than the golden.
 
     Errors: :class:`v41_goldens.errors.OperandError` for a row with a NaN.
     """
-    tokens = greedy_tokens(logits) if len(choices) else torch.zeros(0, dtype=torch.int64)
+    greedy = greedy_tokens if operators is None else operators.at(None).around(greedy_tokens)
+    tokens = greedy(logits) if len(choices) else torch.zeros(0, dtype=torch.int64)
     drawing = [row for row, (sampling, _) in enumerate(choices) if not sampling.greedy]
     if drawing:
         chosen = [choices[row] for row in drawing]

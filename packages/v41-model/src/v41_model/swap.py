@@ -8,36 +8,43 @@ says which comes first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from v41_config import ConstantSpec, ModelConfig, OperatorSpec
+from v41_config import ConstantSpec, ModelConfig, OperatorSpec, ParallelLayout
 from v41_config.similar_names import did_you_mean
+from v41_goldens import linear
 from v41_goldens.forward_context import ForwardContext
+from v41_goldens.linear import Linear, exchanged_linears
 from v41_model.errors import ProviderError
+from v41_model.linear_calls import LINEAR_CALLS
 from v41_model.operator_call import OperatorCalls
 from v41_model.operator_calls import CALLS
 from v41_model.operator_provider import OperatorProvider, find_provider
-from v41_model.operators import Operators
+from v41_model.operators import Golden, Operators
+from v41_model.rank_layer import RankStep
 from v41_model.swap_report import SwapReport
 from v41_model.world import World
 
 __all__ = ["Swap", "parse_swaps"]
 
 EVERY = "all"
-"""Instead of a list of operators: all that the provider has and the model can exchange, but whole attention modes."""
+"""Instead of a list of operators: all that the provider has and the model can exchange, but those made of others."""
 
 
-def parse_swaps(texts: Sequence[str]) -> dict[str, str]:
+def parse_swaps(texts: Sequence[str], layout: ParallelLayout | None = None) -> dict[str, str]:
     """``["rms_norm,mhc_post=pypto"]`` to provider names by operator name; ``all=NAME`` names every one it has.
 
-    Errors: :class:`ProviderError` for text of another form, an operator that cannot be exchanged, or one given twice.
+    Errors: :class:`ProviderError` for text of another form, an operator that cannot be exchanged (in ``layout``, one
+    rank where None), or one given twice.
     """
+    layout = layout or ParallelLayout()
     chosen: dict[str, str] = {}
     for text in texts:
         names, separator, provider = text.partition("=")
@@ -45,17 +52,22 @@ def parse_swaps(texts: Sequence[str]) -> dict[str, str]:
             raise ProviderError("swap", text, "OPERATOR[,OPERATOR...]=PROVIDER")
         for name in names.split(","):
             if name != EVERY:
-                _require_exchangeable(name)
+                _require_exchangeable(name, layout)
             if name in chosen:
                 raise ProviderError("swap", f"{name} twice", "each operator once")
             chosen[name] = provider
     return chosen
 
 
-def _require_exchangeable(name: str) -> None:
+def _require_exchangeable(name: str, layout: ParallelLayout) -> None:
     if name not in CALLS:
         meant = did_you_mean(name, CALLS)
         raise ProviderError("swap", name, f"an operator that can be exchanged: {', '.join(CALLS)}{meant}")
+    group = CALLS[name].joins
+    ranks = {"": 1, "TP": layout.tp, "EP": layout.ep}[group]
+    if ranks > 1:
+        expected = f"one: what crosses the {group} group inside of it no provider moves"
+        raise ProviderError(f"swap {name}", f"{ranks} ranks in the {group} group", expected)
 
 
 class Swap:
@@ -76,7 +88,7 @@ class Swap:
         self._goldens = operators or Operators()
         self._providers = dict(providers)
         for name, provider in providers.items():
-            _require_exchangeable(name)
+            _require_exchangeable(name, world.layout)
             if name not in provider.names():
                 raise ProviderError(f"swap {name}", "no such operator", f"one of {', '.join(sorted(provider.names()))}")
         self._table_at = functools.cache(self._table)
@@ -90,7 +102,7 @@ class Swap:
         loaded = {provider: find_provider(provider) for provider in dict.fromkeys(chosen.values())}
         providers: dict[str, OperatorProvider] = {}
         for name, provider in chosen.items():
-            single = [n for n, calls in CALLS.items() if n not in chosen and not calls.whole_mode]
+            single = [n for n, calls in CALLS.items() if n not in chosen and not calls.composed]
             every = [n for n in single if n in loaded[provider].names()]
             for operator in every if name == EVERY else [name]:
                 providers[operator] = loaded[provider]
@@ -103,17 +115,42 @@ class Swap:
                 provider.close()
 
     def _table(self, layer: int | None) -> Operators:
-        """The operators of one layer."""
-        behind: dict[str, list[OperatorCalls]] = {}
-        for name in self._providers:
-            behind.setdefault(CALLS[name].entry, []).append(CALLS[name])
-        exchanged = {entry: functools.partial(self._call, layer, entry, calls) for entry, calls in behind.items()}
-        return _SwappedOperators(**{**vars(self._goldens), **exchanged}, table_at=self._table_at)
+        """The operators of one layer: entries, what goes around several, and linears inside of those that stay."""
+        linears = {
+            entry: functools.partial(self._call, layer, inspect.unwrap(getattr(linear, entry)), calls)
+            for entry, calls in self._behind(name for name in self._providers if name in LINEAR_CALLS).items()
+        }
+        others = self._behind(name for name in self._providers if name not in LINEAR_CALLS)
+        table = dict(vars(self._goldens))
+        for entry, golden in table.items():
+            if entry in others:
+                table[entry] = functools.partial(self._call, layer, golden, others[entry])
+            elif linears:
+                table[entry] = functools.partial(_with_linears, linears, golden)
 
-    def _call(self, layer: int | None, entry: str, candidates: Sequence[OperatorCalls], *given: Any) -> Any:
-        golden = getattr(self._goldens, entry)
+        def around(golden: Callable[..., Any]) -> Callable[..., Any]:
+            calls = others.get(golden.__name__)
+            golden = self._goldens.around(golden)
+            return golden if calls is None else functools.partial(self._call, layer, golden, calls)
+
+        return _SwappedOperators(**table, table_at=self._table_at, exchanged_around=around)
+
+    @staticmethod
+    def _behind(names: Iterable[str]) -> dict[str, list[OperatorCalls]]:
+        """Those of some names, by entry."""
+        behind: dict[str, list[OperatorCalls]] = {}
+        for name in names:
+            behind.setdefault(CALLS[name].entry, []).append(CALLS[name])
+        return behind
+
+    def _call(
+        self, layer: int | None, golden: Callable[..., Any], candidates: Sequence[OperatorCalls], *given: Any
+    ) -> Any:
         calls = next((calls for calls in candidates if calls.applies(*given)), None)
-        return golden(*given) if calls is None else self._beside(layer, calls, golden, given)
+        if calls is None:
+            return golden(*given)
+        with exchanged_linears({}):  # neither the golden nor the provider, which may be made of goldens
+            return self._beside(layer, calls, golden, given)
 
     def _beside(
         self, layer: int | None, calls: OperatorCalls, golden: Callable[..., Any], given: tuple[Any, ...]
@@ -122,8 +159,8 @@ class Swap:
         spec = calls.spec
         arguments = calls.arguments(*given)
         kept = {name: arguments[name].clone() for name in _updated(spec)}
-        with _stages(given, self._goldens):
-            result = golden(*given)
+        with _goldens_inside(given, self._goldens) as within:
+            result = golden(*within)
         outputs = calls.named_outputs(given, result)
         expected = {name: tensor.flatten(0, tensor.dim() - _rank(spec, name)) for name, tensor in outputs.items()}
         for name, before in kept.items():
@@ -145,23 +182,41 @@ class Swap:
 @dataclass(frozen=True)
 class _SwappedOperators(Operators):
     table_at: Callable[[int | None], Operators] = field(kw_only=True)
+    exchanged_around: Callable[[Any], Any] = field(kw_only=True)
 
     def at(self, layer: int | None) -> Operators:
         return self.table_at(layer)
 
+    def around(self, golden: Golden) -> Golden:
+        exchanged: Golden = self.exchanged_around(golden)
+        return exchanged
+
+
+def _with_linears(linears: Mapping[str, Linear], golden: Callable[..., Any], *given: Any) -> Any:
+    with exchanged_linears(linears):
+        return golden(*given)
+
 
 @contextmanager
-def _stages(given: tuple[Any, ...], goldens: Operators) -> Iterator[None]:
-    """What a golden is composed of is golden too, though the stages of its context may be exchanged."""
-    contexts = [argument for argument in given if isinstance(argument, ForwardContext)]
+def _goldens_inside(given: tuple[Any, ...], goldens: Operators) -> Iterator[tuple[Any, ...]]:
+    """What a golden is composed of is golden too, though the tables among its arguments may have exchanged parts."""
+    contexts = [
+        a.attention if isinstance(a, RankStep) else a for a in given if isinstance(a, (RankStep, ForwardContext))
+    ]
     before = [context.stages for context in contexts]
     for context in contexts:
         context.stages = goldens
     try:
-        yield
+        yield tuple(_with_table(argument, goldens) for argument in given)
     finally:
         for context, stages in zip(contexts, before, strict=True):
             context.stages = stages
+
+
+def _with_table(argument: Any, table: Operators) -> Any:
+    if isinstance(argument, RankStep):
+        return replace(argument, operators=table)
+    return table if isinstance(argument, Operators) else argument
 
 
 def _updated(spec: OperatorSpec) -> list[str]:
