@@ -34,14 +34,24 @@ def test_where_found_and_expected(kind: type[V41Error]) -> None:
         ([0, 1, [2, (3,)]], "[0, 1, [2, (3,)]]"),
         ({2: "a", 1: b"b"}, "{1: b'b', 2: 'a'}"),
         (range(4), "range(0, 4)"),
+        ("no such file", "no such file"),
+        ("one: two 'three'", "one: two 'three'"),
+        ("", "''"),
+        ("word", "'word'"),
+        (" a b", "' a b'"),
+        ("a  b", "'a  b'"),
+        ("a\nb c", "'a\\nb c'"),
+        ("a \x1b[31mb", "'a \\x1b[31mb'"),
+        (["a b"], "['a b']"),
     ],
 )
-def test_small_values_are_shown_whole(found: object, shown: str) -> None:
+def test_small_values_are_shown_whole_and_words_as_they_are(found: object, shown: str) -> None:
     assert str(V41Error("here", found, "else")) == f"here: expected else, found {shown}"
 
 
 HUGE: list[tuple[Any, str]] = [
     ("x" * 10**6, "'xxx"),
+    ("x " * 10**6 + "x", "x x x"),
     (b"x" * 10**6, "b'xxx"),
     (list(range(10**6)), "[0, 1, 2, "),
     ([["y" * 10**4] * 1000] * 1000, "[['yyy"),

@@ -315,7 +315,7 @@ def test_files_without_engram_carry_no_notice(tiny_directory: Path, requests_fil
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", r"requests\.json: expected JSON in UTF-8, found 'Expecting value"),
+        ("", r"requests\.json: expected JSON in UTF-8, found Expecting value"),
         ("\xff", r"requests\.json: expected JSON in UTF-8"),
         ("[" * 100000, r"requests\.json: expected JSON in UTF-8"),
         ("[[1]]", r'requests\.json: expected {"requests": \[\[token ids\] or "text", \.\.\.\]}, found \[\[1\]\]'),
@@ -328,7 +328,7 @@ def test_files_without_engram_carry_no_notice(tiny_directory: Path, requests_fil
         ('{"requests": [["1"]]}', r"requests\[0\]\[0\]: expected a token id"),
         ('{"requests": [[1]], "temperature": 1}', r"temperature: expected no key but requests"),
         ('{"prompts": [[1]]}', r"requests: expected {"),
-        ('{"requests": [[1]], "requests": [[2]]}', r"requests\.json requests: expected it once, found 'the key twice'"),
+        ('{"requests": [[1]], "requests": [[2]]}', r"requests\.json requests: expected it once, found the key twice"),
     ],
 )
 def test_request_files_are_checked(tmp_path: Path, content: str, message: str) -> None:

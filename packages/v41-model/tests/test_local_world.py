@@ -313,7 +313,7 @@ def test_a_rank_that_leaves_is_named_like_one_that_raises(leave: type[BaseExcept
 
 @pytest.mark.parametrize("name", ["all_gather_tokens", "reduce_scatter_tokens", "all_reduce", "gather_logits"])
 def test_a_tensor_without_rows_is_refused(name: str) -> None:
-    with pytest.raises(RankError, match=r"expected rows, \[R, ...\], found 'a tensor without dimensions'"):
+    with pytest.raises(RankError, match=r"expected rows, \[R, ...\], found a tensor without dimensions"):
         LocalWorld(2).run(lambda comm: getattr(comm, name)(torch.tensor(1.0), HERE))
 
 
@@ -322,8 +322,8 @@ def test_a_tensor_without_rows_is_refused(name: str) -> None:
     [
         ([3, -1], [1, 1], r"counts of at least 0 rows, found \[3, -1\]"),
         ([1, 1], [3, -1], r"counts of at least 0 rows, found \[3, -1\]"),
-        ([1, 1], [1], r"counts, INT64 \[2\], found '\[1\] torch.int64'"),
-        ([1.0, 1.0], [1, 1], r"counts, INT64 \[2\], found '\[2\] torch.float32'"),
+        ([1, 1], [1], r"counts, INT64 \[2\], found \[1\] torch.int64"),
+        ([1.0, 1.0], [1, 1], r"counts, INT64 \[2\], found \[2\] torch.float32"),
     ],
 )
 def test_impossible_counts_are_refused(sends: list[int], receives: list[int], pattern: str) -> None:
@@ -342,5 +342,5 @@ def test_an_exchange_without_columns_is_refused() -> None:
         none = torch.zeros(2, dtype=torch.int64)
         comm.exchange_rows((), none, none, HERE)
 
-    with pytest.raises(RankError, match=r"found 'columns of \[\]'"):
+    with pytest.raises(RankError, match=r"found columns of \[\]"):
         LocalWorld(2).run(program)

@@ -106,7 +106,7 @@ def test_sampled_requests_in_a_model_do_not_depend_on_company_or_layout(tiny_che
     for index, prompt in enumerate(prompts):
         own = Sampling(1.5, 0.95, seed=11 + index)
         assert generate(single, [prompt], 4, sampling=own, max_step_rows=2)[0] == together[index]
-    with pytest.raises(RequestError, match=r"one for each of 3 prompts, found '1 of them"):
+    with pytest.raises(RequestError, match=r"one for each of 3 prompts, found 1 of them"):
         generate(single, prompts, 1, sampling=[how])
     with pytest.raises(RequestError, match=r"sampling\[1\]: expected a Sampling, found 5"):
         generate(single, prompts, 1, sampling=[how, 5, how])  # type: ignore[list-item]

@@ -140,8 +140,8 @@ def test_a_rank_that_is_late_ends_the_wait_after_the_timeout(runs: Path) -> None
 @pytest.mark.parametrize(
     ("job", "pattern"),
     [
-        ("mismatch", "found 'rank 1 in token_all_gather of [2] float32 at here (layer 3) with ranks 0..1'"),
-        ("finished", "found 'rank 1 in the end of its program'"),
+        ("mismatch", "found rank 1 in token_all_gather of [2] float32 at here (layer 3) with ranks 0..1"),
+        ("finished", "found rank 1 in the end of its program"),
     ],
 )
 def test_ranks_in_different_calls_are_named(runs: Path, job: str, pattern: str) -> None:

@@ -29,8 +29,14 @@ class _BoundedRepr(reprlib.Repr):
 
 
 def _bounded(found: object) -> str:
-    text = _BoundedRepr().repr(found)
+    """Words are shown as they are: code that found no single value says in words what it found."""
+    text = found if isinstance(found, str) and _is_words(found) else _BoundedRepr().repr(found)
     return text if len(text) <= _MESSAGE_LIMIT else f"{text[: _MESSAGE_LIMIT - 3]}..."
+
+
+def _is_words(text: str) -> bool:
+    """Printable words with single spaces between them. One word is rather a name, and quoted like any value."""
+    return text.isprintable() and " " in text and text == " ".join(text.split())
 
 
 class V41Error(Exception):

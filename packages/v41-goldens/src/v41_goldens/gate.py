@@ -49,7 +49,7 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor, config: ModelConfig) -> GateOu
     biased_scores = scores + bias
     unknown = biased_scores.isnan().any(dim=1)
     if unknown.any():
-        raise OperandError(f"gate scores[{int(unknown.int().argmax())}]", "NaN", "a number for every expert")
+        raise OperandError(f"gate scores[{int(unknown.int().argmax())}]", "a NaN", "a number for every expert")
     order = torch.sort(biased_scores, dim=-1, descending=True, stable=True).indices
     chosen = order[:, : config.num_experts_per_tok]
     selected = scores.gather(1, chosen)

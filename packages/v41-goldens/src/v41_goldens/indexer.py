@@ -176,7 +176,7 @@ def _require_numbers(layer: LayerConfig, tile: _ScoreTiles, scores: Tensor) -> N
     unknown = scores.isnan().any(dim=-1)
     if unknown.any():
         token = int(tile.tokens[unknown].min())
-        raise OperandError(f"{layer_key(layer.layer_id, 'index_score')}[{token}]", "NaN",
+        raise OperandError(f"{layer_key(layer.layer_id, 'index_score')}[{token}]", "a NaN",
                            "a number for every entry that the token sees")  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def read_index(directory: Path, allowed_root: Path | None = None) -> CheckpointI
     if has_single:
         return CheckpointIndex({SINGLE_FILE: "all tensors"})
     if not has_index:
-        raise CheckpointNotFoundError(str(directory), "neither", f"{INDEX_FILE} or {SINGLE_FILE}")
+        raise CheckpointNotFoundError(str(directory), "neither of them", f"{INDEX_FILE} or {SINGLE_FILE}")
     document = parse_json_object(read_document(directory, INDEX_FILE, allowed_root), INDEX_FILE)
     weight_map, metadata = document.pop("weight_map", None), document.pop("metadata", {})
     if document:
