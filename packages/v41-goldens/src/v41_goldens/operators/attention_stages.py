@@ -13,7 +13,7 @@ from v41_goldens.indexer import IndexQueries, index_keys, index_queries, select_
 from v41_goldens.modes import first_layer
 from v41_goldens.operators.call import Call, Results
 from v41_goldens.operators.golden import Golden, each_rank
-from v41_goldens.operators.operand_context import kept_blocks, operand_context, row_cache
+from v41_goldens.operators.operand_context import check_visible, kept_blocks, operand_context, row_cache
 from v41_goldens.output_projection import grouped_output, o_proj
 from v41_goldens.paged_cache import publish_compressed_kv, publish_index_key, publish_window_kv
 from v41_goldens.qkv import kv_proj_rope, q_proj_qr, q_proj_rope, qkv_proj_rope
@@ -79,12 +79,11 @@ def _index_queries(c: Call) -> Results:
 
 def _candidate_blocks(c: Call) -> Results:
     entries, visible = c["scores"].shape[1], c["compressed_lens"]
-    if len(visible) and not 0 <= int(visible.max()) <= entries:
-        raise OperandError("candidate_blocks compressed_lens", int(visible.max()), f"at most {entries} entries")
+    check_visible(c, entries, "the scores of a row")
     seen = torch.arange(entries, device=visible.device) < visible.unsqueeze(-1)
     unknown = (c["scores"].isnan() & seen).any(dim=1)
     if unknown.any():
-        raise OperandError(f"candidate_blocks scores[{int(unknown.int().argmax())}]", "NaN", "numbers")
+        raise OperandError(f"candidate_blocks scores[{int(unknown.int().argmax())}]", "a NaN", "numbers")
     chosen = candidate_blocks(c["scores"].masked_fill(~seen, -torch.inf), visible, c.config)
     return {"kept_blocks": chosen.kept, "block_scores": chosen.score}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from v41_goldens.errors import OperandError
 from v41_goldens.experts import routed_experts, shared_expert
 from v41_goldens.gate import gate
@@ -47,12 +49,19 @@ def _shared_expert(c: Call) -> Results:
 
 
 def _return_to_source(calls: Sequence[Call]) -> list[Results]:
+    counts = {name: torch.stack([call[f"{name}_counts"] for call in calls]) for name in ("send", "receive")}
+    for call, sent, received in zip(calls, counts["send"], counts["receive"], strict=True):
+        order, where = call["assignment_order"], f"return_to_source {{}} of rank {call.rank}"
+        for name, given, room in (("send_counts", sent, len(order)), ("receive_counts", received, len(call["out"]))):
+            if int(given.min()) < 0 or int(given.max()) > room or int(given.sum()) > room:
+                raise OperandError(where.format(name), given.tolist(), f"counts of at most {room} rows")
+        if not torch.equal(order.sort().values, torch.arange(int(sent.sum()), device=order.device)):
+            expected = f"each number below {int(sent.sum())}, the rows sent, once"
+            raise OperandError(where.format("assignment_order"), order.tolist(), expected)
+    if not torch.equal(counts["send"], counts["receive"].T):
+        expected = f"{counts['send'].T.tolist()}, what each rank was sent"
+        raise OperandError("return_to_source receive_counts", counts["receive"].tolist(), expected)
     received = [call["out"][: int(call["receive_counts"].sum())] for call in calls]
-    for call, rows in zip(calls, received, strict=True):
-        sent, order = int(call["send_counts"].sum()), call["assignment_order"]
-        if len(rows) != int(call["receive_counts"].sum()) or sent != len(order):
-            raise OperandError(f"return_to_source counts of rank {call.rank}", (sent, len(rows)),
-                               f"{len(order)} assignments sent, and at most R rows received")  # fmt: skip
     orders, sent_counts = ([call[name] for call in calls] for name in ("assignment_order", "send_counts"))
     restored = _simulator(calls).return_to_source(received, orders, sent_counts)
     k = calls[0].config.num_experts_per_tok

@@ -139,21 +139,21 @@ def _check_blocks(call: Call, table: Tensor) -> None:
     if table.numel() and int(table.max()) >= blocks:
         raise OperandError(f"{call.bound.spec.name} compressed_block_table", int(table.max()), f"-1, or below {blocks}")
     if "compressed_lens" in call.tensors and "token_to_req_indices" in call.tensors:
-        visible = call["compressed_lens"].long()
-        room = table.shape[1] * int(BLOCK_ROWS)
-        if len(visible) and int(visible.max()) > room:
-            row = int(visible.argmax())
-            raise OperandError(f"{call.bound.spec.name} compressed_lens[{row}]", int(visible[row]),
-                               f"at most the {room} entries of {table.shape[1]} pages")  # fmt: skip
+        check_visible(call, table.shape[1] * int(BLOCK_ROWS), f"the entries of {table.shape[1]} pages")
 
 
 def _check_candidate_blocks(call: Call) -> None:
-    visible, size = call["compressed_lens"], call.config.candidate_block_size
-    room = call.bound.dims["CANDIDATE_BLOCKS"] * size
-    if len(visible) and int(visible.max()) > room:
-        row = int(visible.argmax())
-        raise OperandError(f"{call.bound.spec.name} compressed_lens[{row}]", int(visible[row]),
-                           f"at most {room}, the entries of the candidate blocks")  # fmt: skip
+    room = call.bound.dims["CANDIDATE_BLOCKS"] * call.config.candidate_block_size
+    check_visible(call, room, "the entries of the candidate blocks")
+
+
+def check_visible(call: Call, room: int, what: str) -> None:
+    """Every token sees some of the entries that there is room for. Errors: `OperandError`, naming the token."""
+    visible = call["compressed_lens"].long()
+    outside = (visible < 0) | (visible > room)
+    if outside.any():
+        row = int(outside.int().argmax())
+        raise OperandError(f"{call.bound.spec.name} compressed_lens[{row}]", int(visible[row]), f"0 to {room}, {what}")
 
 
 def kept_blocks(call: Call, context: ForwardContext) -> Tensor:
