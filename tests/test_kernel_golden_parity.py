@@ -229,6 +229,17 @@ def test_a_wrong_row_is_refused(name: str, wrong: Callable[[Tensor], Tensor]) ->
             assert refused(case), destination
 
 
+def test_a_case_says_what_share_of_the_model_it_has() -> None:
+    labels = {name: named_cases(name, "flash6")[0][0] for name in ("rms_norm", "decode_attn_swa", "decode_swa", "moe")}
+    assert labels == {
+        "rms_norm": "fixture 2/3 flash6",
+        "decode_attn_swa": "fixture 2/3 flash6, rank 7 of 8",
+        "decode_swa": "fixture 2/3 flash6, 8 heads",
+        "moe": "fixture 1/2 flash6, 2 experts",
+    }
+    assert named_cases("routed_experts", "flash6")[1][0] == "hard 2/3 flash6, 4 experts, rank 1 of 2"
+
+
 def test_every_operator_is_compared() -> None:
     def composition(name: str) -> str:
         return name.removesuffix("_sharded").removeprefix("decode_").removeprefix("prefill_")

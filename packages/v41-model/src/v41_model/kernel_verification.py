@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from v41_config import PRESETS, ModelConfig, V41Error
+from v41_config import PRESETS, ModelConfig, ParallelLayout, V41Error
 from v41_config.user_cache import user_cache_directory
 from v41_goldens.fixtures import FixtureCase
 from v41_goldens.fixtures.batch import Phase
@@ -60,11 +60,20 @@ def named_cases(name: str, preset: str) -> list[NamedCase]:
     phase: Phase = "decode" if name.startswith("decode_") else "prefill"
     layout, requests = layout_of(name, config), min(active, 3)
     fixture = FixtureCase(config, layout, phase=phase, tokens=rows, active_tokens=active, requests=requests)
-    cases: list[NamedCase] = [(f"fixture {active}/{rows} {preset}", lambda: fixture_case(name, fixture))]
+    of = ", ".join([preset, *_share(PRESETS[preset], config, layout)])
+    cases: list[NamedCase] = [(f"fixture {active}/{rows} {of}", lambda: fixture_case(name, fixture))]
     if name in HARD_CASES:
         for total, used in SMALL_EXTENTS if small else WIDE_EXTENTS:
-            cases.append((f"hard {used}/{total} {preset}", _hard(name, config, total, used)))
+            cases.append((f"hard {used}/{total} {of}", _hard(name, config, total, used)))
     return cases
+
+
+def _share(whole: ModelConfig, config: ModelConfig, layout: ParallelLayout) -> list[str]:
+    """In words, what of a model its cases have, where that is not all."""
+    counts = {"heads": "num_attention_heads", "experts": "n_routed_experts"}
+    fewer = [f"{getattr(config, field)} {name}" for name, field in counts.items()
+             if getattr(config, field) != getattr(whole, field)]  # fmt: skip
+    return fewer + ([f"rank {layout.world_size - 1} of {layout.world_size}"] if layout.world_size > 1 else [])
 
 
 def _hard(name: str, config: ModelConfig, rows: int, active: int) -> Callable[[], KernelCase]:
