@@ -47,6 +47,13 @@ FLASH_PASSES = (
 """Operators whose values after all passes FLASH's dimensions make no longer than a few seconds."""
 
 
+ROW_BY_ROW = (
+    *("routed_experts", "sparse_attention", "hierarchical_sparse_indexer_c2a_full"),
+    *("hierarchical_sparse_indexer_c1a_full", "hierarchical_sparse_indexer_c1a_reindex"),
+)
+"""Kernels that walk rows one by one, for which the last case, of whole tiles of rows, is nothing of its own."""
+
+
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Executor]:
     if not sys.platform.startswith("linux"):
@@ -92,7 +99,8 @@ def test_a_twin_is_like_its_golden(executor: Executor, name: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in TWINS])
 def test_the_values_after_all_passes_are_like_the_golden(executor: Executor, name: str) -> None:
-    for case in cases_of(name)[:1] if name in COMPOSED else cases_of(name):
+    cases = cases_of(name)
+    for case in cases[:1] if name in COMPOSED else cases[:-1] if name in ROW_BY_ROW else cases:
         run_and_judge(executor, case, Tier.PASSES)
 
 
