@@ -14,6 +14,7 @@ from v41_config.user_cache import user_cache_directory
 from v41_kernels import CompiledVariant, Executor, KernelExecutionError, VariantCompiler
 from v41_model import kernel_verification
 from v41_model.cli import main
+from v41_model.errors import CacheError
 from v41_model.kernel_cases import KernelCase
 
 STAND_IN_NPU = Path(__file__).parents[1] / "packages" / "v41-kernels" / "tests" / "stand_in_npu"
@@ -77,6 +78,46 @@ def test_a_kernel_that_fails_is_a_refusal_with_its_reason(
     code, refused = report(capsys, "input_pack")
     assert code == 1
     assert all("SIGSEGV" in case["reasons"][0] for case in refused["cases"])
+
+
+def test_what_stops_every_kernel_is_no_refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A cache directory that is a file: no case was run, so none is refused."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert main(["verify-kernels", "input_pack"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "XDG_CACHE_HOME names another" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+KEPT: dict[str, Any] = {
+    "operator": "input_pack", "case": "fixture", "tier": "graph", "accepted": True, "seconds": 0.1, "statistics": {},
+    "reasons": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[", "it can be removed"),
+        (b"\xff", "it can be removed"),
+        (b"[" * 100_000, "it can be removed"),
+        (b"{}", "it can be removed"),
+        (json.dumps([{**KEPT, "accepted": "yes"}]).encode(), "0.accepted"),
+        (json.dumps([{**KEPT, "statistics": {"out": 1}}]).encode(), "0.statistics.out"),
+        (json.dumps([{**KEPT, "accepted": False}]).encode(), "input_pack: expected what was accepted"),
+    ],
+)
+def test_a_store_that_nobody_wrote_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / ("0" * 32 + ".json")).write_bytes(json.dumps([KEPT]).encode())
+    store = kernel_verification.VerdictStore(tmp_path, "0" * 64)
+    assert store.find("input_pack", "fixture", "graph") is not None
+    (tmp_path / ("0" * 32 + ".json")).write_bytes(content)
+    with pytest.raises(CacheError, match=message):
+        kernel_verification.VerdictStore(tmp_path, "0" * 64)
 
 
 def test_other_sources_have_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:

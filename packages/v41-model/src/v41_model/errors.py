@@ -46,6 +46,10 @@ class OutputError(V41Error):
     """A file that cannot be written where it was asked for."""
 
 
+class CacheError(V41Error):
+    """A file in the user's cache directory that is not as this program writes it; it can be removed."""
+
+
 class PoolError(V41Error):
     """A page pool that has no block left, or a block returned that was not lent."""
 

@@ -12,11 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from v41_config import PRESETS, ModelConfig, ParallelLayout, V41Error
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from v41_config import PRESETS, ModelConfig, OperatorError, ParallelLayout
+from v41_config.bounded_file import read_bounded
 from v41_config.user_cache import user_cache_directory
 from v41_goldens.fixtures import FixtureCase
 from v41_goldens.fixtures.batch import Phase
 from v41_model.atomic_file import atomic_file
+from v41_model.errors import CacheError, OutputError
 from v41_model.kernel_cases import HARD_CASES, KernelCase, fixture_case, hard_case, judge, judged_config, layout_of
 
 if TYPE_CHECKING:
@@ -86,12 +90,17 @@ def values_from(executor: Executor) -> str:
 
 
 def verify_case(executor: Executor, name: str, label: str, make: Callable[[], KernelCase]) -> CaseResult:
-    """Runs a kernel on a case and judges it; a kernel that fails is a refusal with the failure as its reason."""
+    """Runs a kernel on a case and judges it; a kernel that fails is a refusal with the failure as its reason.
+
+    Errors: what stands in the way of every kernel, such as an interpreter that cannot be built.
+    """
+    from v41_kernels.errors import KernelExecutionError
+
     case = make()
     started = time.perf_counter()
     try:
         executor.run(name, **case.arguments)
-    except V41Error as error:
+    except (KernelExecutionError, OperatorError) as error:
         seconds = time.perf_counter() - started
         failure = f"{type(error).__name__}: {error}"
         return CaseResult(name, label, values_from(executor), False, seconds, {}, (failure,))
@@ -127,27 +136,48 @@ def source_digest(packages: Sequence[str] = ("v41_config", "v41_goldens", "v41_k
     return digest.hexdigest()
 
 
+_RESULTS: TypeAdapter[list[CaseResult]] = TypeAdapter(list[CaseResult], config=ConfigDict(strict=True))
+_MAX_STORE_BYTES = 64 << 20
+_REMOVE = "it can be removed, and cases run again"
+
+
 class VerdictStore:
     """Accepted cases of one source digest, in a file of the user's cache directory. Refusals are never kept."""
 
     def __init__(self, directory: Path, digest: str) -> None:
+        """Reads what is there. Errors: :class:`CacheError` for a file that no store has written."""
         self._file = directory / f"{digest[:32]}.json"
         self._results: dict[str, CaseResult] = {}
-        if self._file.is_file():
-            for entry in json.loads(self._file.read_text(encoding="utf-8")):
-                result = CaseResult(**{**entry, "reasons": tuple(entry["reasons"])})
-                self._results[self._key(result.operator, result.case, result.tier)] = result
+        if not self._file.exists():
+            return
+        try:
+            entries = _RESULTS.validate_json(read_bounded(self._file, _MAX_STORE_BYTES, "file of verdicts", CacheError))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            raise CacheError(f"{self._file}: {place}", first["input"], f"{first['msg']}; {_REMOVE}") from None
+        for result in entries:
+            if not result.accepted:
+                raise CacheError(f"{self._file}: {result.operator}", "a refusal", f"what was accepted; {_REMOVE}")
+            self._results[self._key(result.operator, result.case, result.tier)] = result
 
     def find(self, name: str, label: str, tier: str) -> CaseResult | None:
         """The stored result of a case."""
         return self._results.get(self._key(name, label, tier))
 
     def keep(self, result: CaseResult) -> None:
-        """Store a result, at once, so that an interrupted run goes on where it was."""
+        """Store a result, at once, so that an interrupted run goes on where it was.
+
+        Errors: :class:`OutputError` for a cache directory that cannot be written.
+        """
         if not result.accepted:
             return
         self._results[self._key(result.operator, result.case, result.tier)] = result
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected = "a cache directory that can be written: XDG_CACHE_HOME names another"
+            raise OutputError(str(self._file.parent), str(error), expected) from error
         with atomic_file(self._file) as file:
             file.write_text(json.dumps([asdict(entry) for entry in self._results.values()]), encoding="utf-8")
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from v41_config import ModelConfig, V41Error
+from v41_config import ModelConfig, OperatorError
 
 if TYPE_CHECKING:
     from v41_kernels import Variant, VariantCompiler
@@ -31,14 +31,18 @@ class VariantReport:
 
 
 def report_variant(compiler: VariantCompiler, variant: Variant, config: ModelConfig) -> VariantReport:
-    """Compile a variant at a model's dimensions; a failure is its status and reason, and nothing is raised."""
+    """Compile a variant at a model's dimensions; if it does not, that is its status and reason.
+
+    Errors: what stands in the way of every variant, such as a cache directory that cannot be written.
+    """
     from v41_kernels.bench_operands import bind_for_bench
+    from v41_kernels.errors import KernelExecutionError
 
     dims = bind_for_bench(variant.operator, config, 1).dims
     started = time.perf_counter()
     try:
         compiled = compiler.compile(variant.name, N=dims["N"], K=dims["K"])
-    except V41Error as error:
+    except (KernelExecutionError, OperatorError) as error:
         seconds, reason = time.perf_counter() - started, f"{type(error).__name__}: {error}"
         return VariantReport(variant.name, variant.operator, variant.device, FAILED, seconds, reason=reason)
     return VariantReport(
