@@ -241,7 +241,9 @@ def test_a_saved_tree_is_replayed(
     passes(capsys, "decode_c1a_reindex", "--tp", "2", "--tokens", "6", "--save-data", str(tmp_path / "out"))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["replicated", "sharded"]
     replayed = passes(capsys, "decode_c1a_reindex", "--golden-data", str(tmp_path / "out"))
-    assert f"decode_c1a_reindex: tiny, operands saved in {tmp_path / 'out'}, replicated and sharded" in replayed
+    assert f"decode_c1a_reindex: decode, tiny, operands saved in {tmp_path / 'out'}, replicated and sharded" in replayed
+    assert "; rank 0 T=6, " in replayed
+    assert ", num_tokens=6, tp=2, dp=1\n" in replayed
     manifest = json.loads((tmp_path / "out" / "sharded" / "manifest.json").read_text())
     assert manifest["operator"] == "decode_c1a_reindex_sharded"
     assert (manifest["tp"], manifest["wiring"], manifest["preset"]) == (2, "sharded", "tiny")

@@ -127,6 +127,7 @@ def test_one_line_for_what_is_wrong(tiny_checkpoint: Path, tmp_path: Path, capsy
     for command, error in (
         (["verify", str(out), "--ranks", "0"], "as manifest.json states"),
         (["verify", str(tmp_path / "nowhere")], "no manifest.json"),
+        (["inspect", str(out)], "found manifest.json of shards, which open_shards and v41-loader verify take"),
         ([*shard(tmp_path / "nowhere", 1, 1), "--out", str(out)], "expected a checkpoint directory"),
         ([*shard(tiny_checkpoint, 1, 1), "--out", str(out)], f"shards in {out}: "),
         ([*shard(tiny_checkpoint, 3, 1), "--out", str(out)], "tp: expected a divisor of num_attention_heads"),

@@ -14,6 +14,7 @@ from v41_goldens.errors import OperandError
 if TYPE_CHECKING:
     from v41_goldens.fixtures import FixtureCase
     from v41_goldens.fixtures.batch import Phase
+    from v41_goldens.saved_tree import SavedTree
 
 FAILED = 1
 """Exit code of a run in which a tensor was rejected."""
@@ -116,6 +117,8 @@ def _run(arguments: argparse.Namespace) -> int:
             save_data=arguments.save_data,
             golden_data=arguments.golden_data,
         )
+    if result.replayed is not None:
+        shown = f"{shown}; {_saved(result.replayed)}"
     print(shown)
     if not result.passed:
         print(f"[GOLDEN] FAIL {name}: {result.error}")
@@ -154,13 +157,20 @@ def _described(arguments: argparse.Namespace, case: FixtureCase) -> str:
         for option in _given(arguments, _SAVED):
             value = getattr(arguments, option)
             raise OperandError(_written(option), value, "nothing beside --golden-data, whose tree has its own")
-        return f"{arguments.preset}, operands saved in {arguments.golden_data}"
+        return f"{case.phase}, {arguments.preset}, operands saved in {arguments.golden_data}"
     layout = case.layout
     active = "+".join(str(case.active(dp_rank)) for dp_rank in range(layout.dp)) if case.dp_tokens else case.active(0)
     return (
         f"{case.phase}, {arguments.preset}, {case.tokens} tokens, {active} active, {case.requests} requests, "
         f"tp={layout.tp}, dp={layout.dp}, seed {case.seed}"
     )
+
+
+def _saved(tree: SavedTree) -> str:
+    """What the operands of a saved tree are: sizes and counts of its first rank, and the layout."""
+    counts = {name: value for name, value in tree.arguments[0].items() if isinstance(value, int)}
+    sizes = ", ".join(f"{name}={value}" for name, value in {**tree.extents[0], **counts}.items())
+    return f"rank 0 {sizes}, tp={tree.layout.tp}, dp={tree.layout.dp}"
 
 
 def _dp_tokens(text: str | None) -> tuple[int, ...] | None:

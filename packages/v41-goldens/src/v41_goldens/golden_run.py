@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from v41_goldens.judges import (
 )
 from v41_goldens.operators import golden
 from v41_goldens.operators.call import Call
-from v41_goldens.saved_tree import Wiring, load_tree, save_tree
+from v41_goldens.saved_tree import SavedTree, Wiring, load_tree, save_tree
 
 _SHARDED = "_sharded"
 
@@ -43,9 +43,13 @@ class Check:
 
 @dataclass(frozen=True)
 class GoldenRun:
-    """What was judged; `error` is the first failure with its statistics, None where there is none."""
+    """What was judged; `error` is the first failure with its statistics, None where there is none.
+
+    `replayed` is the saved tree that operands came from, of the last wiring.
+    """
 
     checks: tuple[Check, ...]
+    replayed: SavedTree | None = field(default=None, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -112,6 +116,7 @@ def validate(
         raise OperandError("epochs", epochs, "at least 1")
     checks: list[Check] = []
     results: dict[Wiring, Arguments] = {}
+    tree: SavedTree | None = None
     for form, operator in wirings(name, wiring).items():
         if golden_data is None:
             fixture = operator_fixture(operator, case)
@@ -137,7 +142,7 @@ def validate(
         if len(results) == 2:
             checks += _wirings_agree(case, results["replicated"], results["sharded"])
         checks += _one_rank_agrees(name, case, results)
-    return GoldenRun(tuple(checks))
+    return GoldenRun(tuple(checks), tree)
 
 
 def run_golden(operator: str, bounds: Sequence[BoundOperator], before: Sequence[Mapping[str, object]]) -> Arguments:

@@ -43,7 +43,11 @@ def read_index(directory: Path, allowed_root: Path | None = None) -> CheckpointI
     if has_single:
         return CheckpointIndex({SINGLE_FILE: "all tensors"})
     if not has_index:
-        raise CheckpointNotFoundError(str(directory), "neither of them", f"{INDEX_FILE} or {SINGLE_FILE}")
+        from v41_loader.sharding.manifest import MANIFEST_FILE  # which imports this module
+
+        shards = f"{MANIFEST_FILE} of shards, which open_shards and v41-loader verify take"
+        found = shards if source_exists(directory, MANIFEST_FILE) else "neither of them"
+        raise CheckpointNotFoundError(str(directory), found, f"{INDEX_FILE} or {SINGLE_FILE}")
     document = parse_json_object(read_document(directory, INDEX_FILE, allowed_root), INDEX_FILE)
     weight_map, metadata = document.pop("weight_map", None), document.pop("metadata", {})
     if document:
