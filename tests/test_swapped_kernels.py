@@ -14,14 +14,17 @@ from torch import Tensor
 from v41_config import TINY, AttentionMode, LayerConfig, ParallelLayout
 from v41_goldens import ModelWeights
 from v41_goldens.reference_engine import ReferenceEngine
+from v41_kernels.registry import OPERATORS
 from v41_loader import open_checkpoint
 from v41_model import LocalWorld, ModelSession, OperatorProvider, Operators, Swap
 from v41_model.cli import main
 from v41_model.forward_file import forward_tensors
+from v41_model.linear_calls import LINEAR_CALLS
 from v41_model.logit_comparison import LOGIT_BOUNDS, LogitVerdict, compare_with_goldens
 from v41_model.operator_calls import CALLS
 from v41_model.operator_provider import find_provider
 from v41_model.swap_report import SwapReport
+from v41_model.wiring import Wiring
 
 
 @pytest.fixture
@@ -34,7 +37,8 @@ def options(tiny_checkpoint: Path, tmp_path: Path) -> list[str]:
 def test_the_kernels_are_a_provider() -> None:
     provider = find_provider("pypto")
     assert isinstance(provider, OperatorProvider)
-    assert {"rms_norm", "mhc_post", "materialize_rope_rows"} <= set(provider.names()) & set(CALLS)
+    assert set(provider.names()) == set(OPERATORS)
+    assert set(CALLS) == set(OPERATORS), "what can be exchanged inside the model: every kernel"
 
 
 def test_exchanged_kernels_change_no_bit_and_no_token(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,12 +138,14 @@ class SwappedRun:
         return tokens
 
 
-def swapped_run(checkpoint: Path, operators: str, prompts: list[list[int]], steps: int) -> SwappedRun:
+def swapped_run(
+    checkpoint: Path, operators: str, prompts: list[list[int]], steps: int, wiring: Wiring = Wiring.SHARDED
+) -> SwappedRun:
     world = LocalWorld(ParallelLayout())
     swap = Swap.of_installed(dict.fromkeys(operators.split(","), "pypto"), TINY, world)
     try:
         with open_checkpoint(checkpoint) as opened:
-            session = ModelSession.open(opened, world.layout, world, swap.operators)
+            session = ModelSession.open(opened, world.layout, world, swap.operators, wiring=wiring)
         tensors = forward_tensors(session, prompts, steps)
     finally:
         swap.close()
@@ -197,6 +203,45 @@ def test_whole_attention_modes_as_kernels(tiny_checkpoint: Path) -> None:
     assert {layer.mode for layer in TINY.layers} == set(AttentionMode)
     assert run.report.accepted, run.report.lines()
     run.logits.require("logits of TINY with attention kernels")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("wiring", Wiring)
+def test_half_layers_and_moe_as_kernels(tiny_checkpoint: Path, wiring: Wiring) -> None:
+    """All of a layer in two kernels, as prefill and as decode; experts are the same in both wirings."""
+    ending = "_sharded" if wiring is Wiring.SHARDED else ""
+    halves = {
+        (phase, mode): f"{phase}_{mode.value}{ending}" for phase in ("prefill", "decode") for mode in AttentionMode
+    }
+    experts, choice = ({"moe"}, {"greedy"}) if wiring is Wiring.SHARDED else (set[str](), set[str]())
+    run = swapped_run(tiny_checkpoint, ",".join([*halves.values(), *experts, *choice]), [[0, 17]], 1, wiring)
+    for layer in TINY.layers:
+        own = {name for (_, mode), name in halves.items() if mode is layer.mode}
+        assert operators_seen(run.report, layer.layer_id) == own | experts
+    assert operators_seen(run.report, None) == choice
+    assert run.report.accepted, run.report.lines()
+    run.logits.require("logits of TINY with half layers as kernels")
+
+
+@pytest.mark.kernels
+def test_projections_as_one_kernel(tiny_checkpoint: Path) -> None:
+    report = swapped_run(tiny_checkpoint, "qkv_proj_rope", [[0, 17]], 0).report
+    assert set(report.seen) == {
+        (layer.layer_id, "qkv_proj_rope", out) for layer in TINY.layers for out in ("qr", "q", "kv")
+    }
+    assert report.accepted, report.lines()
+
+
+@pytest.mark.kernels
+def test_linears_inside_the_goldens_as_kernels(tiny_checkpoint: Path) -> None:
+    """Every linear of a token, in the stages that have one of its kind."""
+    run = swapped_run(tiny_checkpoint, ",".join(LINEAR_CALLS), [[0]], 0)
+    for layer in TINY.layers:
+        indexed = {"bf16_linear"} if layer.owns_kv or layer.owns_index else set[str]()
+        assert operators_seen(run.report, layer.layer_id) == set(LINEAR_CALLS) - {"bf16_linear"} | indexed
+    assert operators_seen(run.report, None) == {"fp32_linear"}, "the LM head"
+    assert run.report.accepted, run.report.lines()
+    run.logits.require("logits of TINY with linears as kernels")
 
 
 @pytest.mark.kernels

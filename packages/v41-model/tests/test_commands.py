@@ -18,6 +18,7 @@ from torch import Tensor
 
 from v41_config import FLASH, TINY, ModelConfig, ParallelLayout
 from v41_goldens.capture import Capture
+from v41_goldens.hyper_connections import mhc_pre
 from v41_goldens.reference_engine import ReferenceEngine
 from v41_goldens.rms_norm import rms_norm
 from v41_goldens.weights import ModelWeights
@@ -184,6 +185,30 @@ def test_swapped_operators_are_reported(
     assert "--compare-logits: expected operators of a provider" in capsys.readouterr().err
     assert main(["generate", *shared, "--max-new-tokens", "2", "--swap", "rms_norm=other"]) == 2
     assert "rms_norm twice" in capsys.readouterr().err
+    assert main(["generate", *shared, "--max-new-tokens", "2", "--tp", "2", "--swap", "moe=mine"]) == 2
+    assert "swap moe: expected one" in capsys.readouterr().err
+
+
+def test_operators_that_nothing_called_are_named(
+    tiny_directory: Path, requests_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another phase, beside one that is called."""
+
+    class Provider:
+        def names(self) -> list[str]:
+            return ["mhc_pre", "decode_swa_sharded"]
+
+        def run(self, name: str, arguments: dict[str, Any], /) -> None:
+            arguments["out"].copy_(mhc_pre(arguments["x_hc"], arguments["pre_mix"]))
+
+    monkeypatch.setattr("v41_model.swap.find_provider", lambda name: Provider())
+    options = ["--checkpoint", str(tiny_directory), "--requests", str(requests_file), "--max-new-tokens", "1"]
+    assert main(["generate", *options, "--swap", "mhc_pre,decode_swa_sharded=mine"]) == 0
+    first, calls, verdict = [line for line in capsys.readouterr().out.splitlines() if line.startswith("swap: ")]
+    assert first == "swap: not called (part of a larger one, or of another phase or wiring): decode_swa_sharded"
+    assert calls.startswith("swap: mhc_pre out: ")
+    assert verdict == "swap: every bit is the golden's"
+    assert main(["generate", *options, "--swap", "decode_swa_sharded=mine"]) == 1, "nothing was judged"
 
 
 def _forward(directory: Path, requests: Path, out: Path, *options: str) -> dict[str, Tensor]:

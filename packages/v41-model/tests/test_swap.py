@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from v41_config import TINY, ParallelLayout, find_operator
+from v41_config import TINY, AttentionMode, ParallelLayout, find_operator, operators
 from v41_goldens.errors import OperandError
 from v41_goldens.operators import golden
 from v41_loader import Checkpoint
@@ -27,6 +27,7 @@ from v41_model.operators import Operators
 from v41_model.session import ModelSession
 from v41_model.swap import Swap, parse_swaps
 from v41_model.swap_report import SwapReport
+from v41_model.wiring import Wiring
 
 LAYOUT = ParallelLayout(2, 1)
 PROMPT = tuple(range(3, 40))
@@ -179,6 +180,174 @@ def test_a_destination_left_alone_is_rejected(tiny_checkpoint: Checkpoint) -> No
     for operator in ("mhc_post", "combine"):
         with pytest.raises(RankError, match="NaN"):
             _generated(tiny_checkpoint, {operator: Idle()})
+
+
+HALVES = {name for name, calls in CALLS.items() if calls.joins == "TP"}
+SHARDED = {name for name in HALVES if name.endswith("_sharded")}
+AROUND = {
+    Wiring.SHARDED: {*SHARDED, "moe", "greedy"},
+    Wiring.REPLICATED: {*HALVES - SHARDED, "moe", "greedy"},
+}
+"""What is exchanged at once, by wiring: each of these is called in one of two steps."""
+INSIDE = {"qkv_proj_rope", *LINEAR_CALLS}
+
+
+def _run_alone(
+    checkpoint: Checkpoint,
+    chosen: Collection[str],
+    provider: OperatorProvider,
+    wiring: Wiring = Wiring.SHARDED,
+    steps: int = 2,
+) -> tuple[list[Tensor], SwapReport]:
+    """The logits of a prefill and of decode steps on one rank."""
+    world = LocalWorld(1)
+    swap = Swap(dict.fromkeys(sorted(chosen), provider), TINY, world)
+    session = ModelSession.open(checkpoint, world.layout, world, swap.operators, wiring=wiring)
+    groups = admit(session, [Request(PROMPT[:3], steps)])
+    return [step.output.logits for _ in range(steps) for step in advance(session, groups)], swap.report
+
+
+@pytest.fixture(scope="module")
+def plain_alone(tiny_checkpoint: Checkpoint) -> list[Tensor]:
+    return _run_alone(tiny_checkpoint, (), Goldens())[0]
+
+
+def _seen(report: SwapReport, layer: int | None) -> set[str]:
+    return {operator for seen, operator, _ in report.seen if seen == layer}
+
+
+@pytest.mark.parametrize("wiring", Wiring)
+def test_half_layers_moe_and_greedy_through_their_contracts_give_the_goldens_bits(
+    tiny_checkpoint: Checkpoint, plain_alone: list[Tensor], wiring: Wiring
+) -> None:
+    provider = Goldens(layout=ParallelLayout())
+    logits, report = _run_alone(tiny_checkpoint, AROUND[wiring], provider, wiring)
+    assert set(provider.calls) == AROUND[wiring]
+    ending = "_sharded" if wiring is Wiring.SHARDED else ""
+    for layer in TINY.layers:
+        halves = {f"{phase}_{layer.mode.value}{ending}" for phase in ("prefill", "decode")}
+        assert _seen(report, layer.layer_id) == {*halves, "moe"}
+    assert _seen(report, None) == {"greedy"}
+    assert report.first_difference is None, report.lines()
+    assert report.accepted
+    assert all(torch.equal(ours, expected) for ours, expected in zip(logits, plain_alone, strict=True))
+
+
+def test_linears_inside_the_stages_give_the_goldens_bits(
+    tiny_checkpoint: Checkpoint, plain_alone: list[Tensor]
+) -> None:
+    """Each in the layers that have one of its kind, beside the three projections as one."""
+    provider = Goldens(layout=ParallelLayout())
+    logits, report = _run_alone(tiny_checkpoint, INSIDE, provider)
+    assert set(provider.calls) == INSIDE
+    for layer in TINY.layers:
+        expected = {"qkv_proj_rope", "quantized_linear", "quantized_linear_fp32", "quantized_linear_fp4", "fp32_linear"}
+        if layer.owns_index or layer.owns_kv:
+            expected.add("bf16_linear")
+        assert _seen(report, layer.layer_id) == expected
+    assert _seen(report, None) == {"fp32_linear"}, "the LM head"
+    assert report.first_difference is None, report.lines()
+    assert all(torch.equal(ours, expected) for ours, expected in zip(logits, plain_alone, strict=True))
+
+
+def _one_wrong_element(tensor: Tensor) -> None:
+    """Beyond every bound: a byte of another value, or a float that is far off."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        tensor.view(-1)[0] += 1e4
+    else:
+        tensor.view(torch.uint8).view(-1)[0] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wiring"),
+    [
+        pytest.param(AROUND[Wiring.SHARDED], Wiring.SHARDED, id="half layers, sharded"),
+        pytest.param(AROUND[Wiring.REPLICATED], Wiring.REPLICATED, id="half layers, replicated"),
+        pytest.param(INSIDE, Wiring.SHARDED, id="linears"),
+    ],
+)
+def test_a_defect_of_each_tensor_of_larger_pieces_and_linears_is_rejected(
+    tiny_checkpoint: Checkpoint, chosen: set[str], wiring: Wiring
+) -> None:
+    """One element of everything that every call writes: each tensor is rejected in each layer and step."""
+
+    def spoil(name: str, arguments: Mapping[str, Any]) -> None:
+        for tensor in find_operator(name).destinations:
+            if arguments[tensor].numel():
+                _one_wrong_element(arguments[tensor])
+
+    _, report = _run_alone(tiny_checkpoint, chosen, Goldens(spoil, ParallelLayout()), wiring)
+    assert {(operator, tensor) for _, operator, tensor in report.seen} == {
+        (name, tensor) for name in chosen for tensor in find_operator(name).destinations
+    }
+    for calls in report.seen.values():
+        assert (calls.unequal, calls.rejected) == (calls.calls, calls.calls), calls
+    assert not report.accepted
+
+
+@pytest.mark.parametrize(
+    ("chosen", "called"),
+    [
+        ({"moe", "gate", "quantized_linear_fp4", "combine"}, {"moe"}),
+        ({"prefill_swa_sharded", "prefill_attn_swa", "prefill_attn_c2a_reuse", "mhc_post"},
+         {"prefill_swa_sharded", "prefill_attn_c2a_reuse", "mhc_post"}),
+        ({"qkv_proj_rope", "q_proj_qr", "kv_proj_rope"}, {"qkv_proj_rope"}),
+        ({"gate", "lm_head", "fp32_linear"}, {"gate", "lm_head", "fp32_linear"}),
+    ],
+)  # fmt: skip
+def test_the_larger_of_two_runs(tiny_checkpoint: Checkpoint, chosen: set[str], called: set[str]) -> None:
+    """What a piece is made of is not called inside of it, and still is elsewhere."""
+    provider = Goldens(layout=ParallelLayout())
+    _, report = _run_alone(tiny_checkpoint, chosen, provider, steps=1)
+    assert report.operators == set(provider.calls) == called
+    if "prefill_swa_sharded" in chosen:
+        swa = {layer.layer_id for layer in TINY.layers if layer.mode is AttentionMode.SWA}
+        halves = {key[0]: calls for key, calls in report.seen.items() if key[1:] == ("mhc_post", "out")}
+        assert {layer: calls.calls for layer, calls in halves.items()} == {
+            layer.layer_id: 1 if layer.layer_id in swa else 2 for layer in TINY.layers
+        }
+    if "fp32_linear" in chosen:
+        assert {layer for layer, operator, _ in report.seen if operator == "fp32_linear"} == {
+            layer.layer_id for layer in TINY.layers if layer.mode is AttentionMode.C2A_FULL
+        }
+    assert report.first_difference is None
+
+
+def test_every_operator_but_the_transports_can_be_exchanged() -> None:
+    transports = {"dispatch", "return_to_source", "tp_logits_all_gather"} | {
+        name for name in operators() if "_tp_" in name
+    }
+    assert set(CALLS) == set(operators()) - transports
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "pattern"),
+    [
+        ("moe", ParallelLayout(2, 1), "swap moe: expected one: .* found 2 ranks in the EP group"),
+        ("moe", ParallelLayout(1, 4), "swap moe: .* 4 ranks in the EP group"),
+        ("decode_swa", ParallelLayout(2, 1), "swap decode_swa: .* 2 ranks in the TP group"),
+        ("prefill_c1a_full_sharded", ParallelLayout(8, 2), "8 ranks in the TP group"),
+    ],
+)
+def test_pieces_that_join_ranks_are_refused_where_there_are_several(
+    name: str, layout: ParallelLayout, pattern: str
+) -> None:
+    """Before anything is loaded, and by whoever makes the table himself."""
+    with pytest.raises(ProviderError, match=pattern):
+        parse_swaps([f"{name}=mine"], layout)
+    with pytest.raises(ProviderError, match=pattern):
+        Swap({name: Goldens()}, TINY, LocalWorld(layout))
+
+
+def test_half_layers_beside_another_dp_group(tiny_checkpoint: Checkpoint) -> None:
+    """Each group is one rank of attention; experts are the model's own."""
+    world = LocalWorld(ParallelLayout(1, 2))
+    provider = Goldens(layout=ParallelLayout())
+    swap = Swap(dict.fromkeys(SHARDED, provider), TINY, world)
+    session = ModelSession.open(tiny_checkpoint, world.layout, world, swap.operators)
+    advance(session, admit(session, [Request((5, 6), 1)]))
+    assert swap.report.first_difference is None
+    assert swap.report.operators == {name for name in SHARDED if name.startswith("prefill")}
 
 
 def test_a_report_of_nothing_is_no_acceptance() -> None:

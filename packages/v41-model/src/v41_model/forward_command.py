@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from v41_config import ParallelLayout
 from v41_model.atomic_file import require_writable
 from v41_model.command_options import (
     Subparsers,
@@ -51,7 +52,7 @@ def add_forward_command(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the file and name it."""
     given = given_prompts(arguments)
-    parse_swaps(arguments.swap)  # before anything is loaded
+    parse_swaps(arguments.swap, ParallelLayout(arguments.tp, arguments.dp))  # before anything is loaded
     if arguments.compare_logits and not arguments.swap:
         raise OptionError("--compare-logits", "no --swap", "operators of a provider, to be compared with the goldens")
     require_writable(arguments.out)

@@ -9,6 +9,7 @@ import time
 
 from tqdm import tqdm
 
+from v41_config import ParallelLayout
 from v41_model.command_options import Subparsers, add_checkpoint_options, add_layout_options, opened_session
 from v41_model.generation import generate, stream
 from v41_model.prompt_options import Prompts, add_prompt_options, given_prompts, token_prompts
@@ -54,7 +55,7 @@ def add_generate_command(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """One line per token or piece of text as it comes, then one line per request with all that is new."""
     given = given_prompts(arguments)
-    parse_swaps(arguments.swap)  # before anything is loaded
+    parse_swaps(arguments.swap, ParallelLayout(arguments.tp, arguments.dp))  # before anything is loaded
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
     limits = StepLimits(sequences=arguments.sequences)
     with opened_session(arguments, limits) as (checkpoint, session), swapped(arguments, session) as report:

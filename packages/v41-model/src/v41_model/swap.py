@@ -32,7 +32,7 @@ from v41_model.rank_layer import RankStep
 from v41_model.swap_report import SwapReport
 from v41_model.world import World
 
-__all__ = ["Swap", "parse_swaps"]
+__all__ = ["EVERY", "Swap", "parse_swaps"]
 
 EVERY = "all"
 """Instead of a list of operators: all that the provider has and the model can exchange, but those made of others."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from v41_model.session import ModelSession
-from v41_model.swap import Swap, parse_swaps
+from v41_model.swap import EVERY, Swap, parse_swaps
 from v41_model.swap_report import SwapReport
 
 __all__ = ["add_swap_option", "swapped"]
@@ -20,8 +20,9 @@ def add_swap_option(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OPERATOR,...=PROVIDER",
-        help="run these operators (all: every one) by an installed provider, pypto say, beside their goldens, and "
-        "report the first layer and tensor that differ; repeatable. Exit code 1 if the judges reject one",
+        help="run these operators (all: every one but those made of others) by an installed provider, pypto say, "
+        "beside their goldens, and report the first layer and tensor that differ; repeatable. Where one is part of "
+        "another, the larger one runs. Exit code 1 if the judges reject one",
     )
 
 
@@ -32,10 +33,14 @@ def swapped(arguments: argparse.Namespace, session: ModelSession) -> Iterator[Sw
         yield None
         return
     before = session.operators
-    swap = Swap.of_installed(parse_swaps(arguments.swap), session.config, session.world, before)
+    chosen = parse_swaps(arguments.swap, session.layout)
+    swap = Swap.of_installed(chosen, session.config, session.world, before)
     session.operators = swap.operators
     try:
         yield swap.report
+        idle = [name for name in chosen if name != EVERY and name not in swap.report.operators]
+        if idle:
+            print(f"swap: not called (part of a larger one, or of another phase or wiring): {', '.join(idle)}")
         for line in swap.report.lines():
             print(f"swap: {line}")
     finally:

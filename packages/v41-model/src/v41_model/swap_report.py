@@ -76,6 +76,11 @@ class SwapReport:
         return next((calls for calls in self._in_order if calls.unequal), None)
 
     @property
+    def operators(self) -> frozenset[str]:
+        """The operators of which something was compared."""
+        return frozenset(calls.operator for calls in self.seen.values())
+
+    @property
     def accepted(self) -> bool:
         """Whether something was compared and every call was what the judges accept."""
         return bool(self.seen) and not any(calls.rejected for calls in self.seen.values())
