@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from v41_loader.errors import AmbiguousCheckpointError, CheckpointNotFoundError, IndexSchemaError
+from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.source_files import read_document, require_plain_name, source_exists
 from v41_loader.strict_json import parse_json_object
 
@@ -43,8 +44,6 @@ def read_index(directory: Path, allowed_root: Path | None = None) -> CheckpointI
     if has_single:
         return CheckpointIndex({SINGLE_FILE: "all tensors"})
     if not has_index:
-        from v41_loader.sharding.manifest import MANIFEST_FILE  # which imports this module
-
         shards = f"{MANIFEST_FILE} of shards, which open_shards and v41-loader verify take"
         found = shards if source_exists(directory, MANIFEST_FILE) else "neither of them"
         raise CheckpointNotFoundError(str(directory), found, f"{INDEX_FILE} or {SINGLE_FILE}")
