@@ -132,6 +132,9 @@ def test_one_line_for_what_is_wrong(tiny_checkpoint: Path, tmp_path: Path, capsy
         ([*shard(tiny_checkpoint, 1, 1), "--out", str(out)], f"shards in {out}: "),
         ([*shard(tiny_checkpoint, 3, 1), "--out", str(out)], "tp: expected a divisor of num_attention_heads"),
         ([*shard(tiny_checkpoint, 4, 2), "--threads", "0", "--out", str(tmp_path / "t")], "threads: expected"),
+        ([*shard(tiny_checkpoint, 4, 2), "--threads", "1" * 20, "--out", str(tmp_path / "t")], "threads: expected"),
+        ([*shard(tiny_checkpoint, 4, 2), "--allowed-root", "nowhere", "--out", str(tmp_path / "t")],
+         "allowed root nowhere: expected a directory"),
         ([*shard(tiny_checkpoint, 4, 2), "--layout", "device", "--out", str(tmp_path / "d")],
          "for the device layout"),
     ):  # fmt: skip
@@ -169,9 +172,9 @@ def test_ranks_are_written_as_they_are_read(ranks: Sequence[int]) -> None:
     assert ranks_text(range(96)) == "0-95"
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "1-2-3", "0-99999", "\u0661"])
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "1-2-3", "0-99999", "\u0661", "0,3-1", "3-1,0"])
 def test_other_ranks_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["verify", "nowhere", "--ranks", text])
     assert caught.value.code == 2
-    assert "--ranks" in capsys.readouterr().err
+    assert "argument --ranks: expected ranks and ascending ranges, such as 0,4-7, found" in capsys.readouterr().err

@@ -15,6 +15,9 @@ R = TypeVar("R")
 
 MAX_THREADS = 8
 
+_MOST_THREADS = 1024
+"""Each takes memory for a tensor, and one that cannot be started would end the work halfway."""
+
 _JOBS_PER_THREAD = 4
 """Enough waiting that no thread idles while the caller looks at a result, and no more than that opened ahead."""
 
@@ -23,12 +26,12 @@ def thread_count(threads: int | None) -> int:
     """The threads that were asked for; by default two per processor, since they wait for disks, up to `MAX_THREADS`.
 
     Raises:
-        ShardingError: fewer than one.
+        ShardingError: fewer than one, or more than a machine has use for.
     """
     if threads is None:
         return min(2 * (os.cpu_count() or 1), MAX_THREADS)
-    if threads < 1:
-        raise ShardingError("threads", threads, "at least 1")
+    if not 1 <= threads <= _MOST_THREADS:
+        raise ShardingError("threads", threads, f"at least 1, and at most {_MOST_THREADS}")
     return threads
 
 

@@ -126,6 +126,8 @@ def read_inventory(
     root = Path(allowed_root) if allowed_root is not None else None
     if not directory.is_dir():
         raise CheckpointNotFoundError(str(directory), "no directory", "a checkpoint directory")
+    if root is not None and not root.is_dir():
+        raise CheckpointNotFoundError(f"allowed root {root}", "no directory", "a directory that links may lead to")
     config_file = None
     if config is None:
         config, config_file = read_config(directory, root)

@@ -55,16 +55,14 @@ def parallel_layout(arguments: argparse.Namespace) -> ParallelLayout:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Ranks and ranges of ranks, both ends included: `0,4-7`; a `ValueError` for anything else."""
+    """Ranks and ranges of ranks, both ends included: `0,4-7`; argparse's error for anything else."""
     ranks: list[int] = []
     for item in text.split(","):
         found = _RANKS.fullmatch(item)
-        if found is None:
-            raise ValueError(text)
-        first, last = found.groups()
-        ranks += range(int(first), int(last or first) + 1)
-    if not ranks:
-        raise ValueError(text)
+        first, last = (0, -1) if found is None else (int(found[1]), int(found[2] or found[1]))
+        if last < first:
+            raise argparse.ArgumentTypeError(f"expected ranks and ascending ranges, such as 0,4-7, found {text[:40]!r}")
+        ranks += range(first, last + 1)
     return tuple(ranks)
 
 
