@@ -250,6 +250,18 @@ def test_linears_inside_the_stages_give_the_goldens_bits(
     assert all(torch.equal(ours, expected) for ours, expected in zip(logits, plain_alone, strict=True))
 
 
+def test_linears_on_two_ranks(tiny_checkpoint: Checkpoint) -> None:
+    """Each of its own shard, and once for all rows of the group."""
+    world = LocalWorld(LAYOUT)
+    swap = Swap(dict.fromkeys(INSIDE, Goldens()), TINY, world)
+    session = ModelSession.open(tiny_checkpoint, LAYOUT, world, swap.operators)
+    advance(session, admit(session, [Request(PROMPT[:3], 1)]))
+    assert swap.report.operators == INSIDE
+    assert swap.report.first_difference is None, swap.report.lines()
+    outputs = {layer: calls for (layer, name, _), calls in swap.report.seen.items() if name == "quantized_linear_fp32"}
+    assert {(calls.calls, calls.elements) for calls in outputs.values()} == {(2, 2 * 3 * TINY.hidden_size)}
+
+
 def _one_wrong_element(tensor: Tensor) -> None:
     """Beyond every bound: a byte of another value, or a float that is far off."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
@@ -373,6 +385,7 @@ class TestChoice:
             (["rms_norm="], "PROVIDER"),
             (["rmsnorm=pypto"], r"did you mean rms_norm\?"),
             (["rms_norm=a", "rms_norm=b"], "rms_norm twice"),
+            (["dispatch=pypto"], "an operator that moves no rows between ranks"),
             (["rms_norm,=a"], "an operator that can be exchanged"),
         ],
     )

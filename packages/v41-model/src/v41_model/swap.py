@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from v41_config import ConstantSpec, ModelConfig, OperatorSpec, ParallelLayout
+from v41_config import ConstantSpec, ModelConfig, OperatorSpec, ParallelLayout, operators
 from v41_config.similar_names import did_you_mean
 from v41_goldens import linear
 from v41_goldens.forward_context import ForwardContext
@@ -60,6 +60,8 @@ def parse_swaps(texts: Sequence[str], layout: ParallelLayout | None = None) -> d
 
 
 def _require_exchangeable(name: str, layout: ParallelLayout) -> None:
+    if name not in CALLS and name in operators():
+        raise ProviderError("swap", name, "an operator that moves no rows between ranks, which no provider does")
     if name not in CALLS:
         meant = did_you_mean(name, CALLS)
         raise ProviderError("swap", name, f"an operator that can be exchanged: {', '.join(CALLS)}{meant}")

@@ -50,7 +50,7 @@ class SwapReport:
     def compare(
         self, layer: int | None, rank: int | None, operator: str, tensor: str, ours: Tensor, golden: Tensor
     ) -> None:
-        """Enter one tensor of one call; ``rank`` made it."""
+        """Enter one tensor of one call; ``rank`` made it, or no rank where None."""
         key = (layer, operator, tensor)
         known = self.seen.get(key) or TensorCalls(layer, operator, tensor, len(self.seen))
         bits = judge_equal_bits(ours, golden)
@@ -60,7 +60,8 @@ class SwapReport:
         first = known.first
         if not bits.accepted and not first:
             word = "within bounds" if verdict.accepted else "REJECTED"
-            first = f"call {known.calls + 1}, rank {rank}: {bits!r}; {word}: {verdict!r}"
+            where = "outside of the ranks" if rank is None else f"rank {rank}"
+            first = f"call {known.calls + 1}, {where}: {bits!r}; {word}: {verdict!r}"
         self.seen[key] = replace(
             known,
             calls=known.calls + 1,
