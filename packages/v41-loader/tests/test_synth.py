@@ -175,8 +175,10 @@ def test_an_unknown_tensor_is_named() -> None:
 
 def test_a_directory_with_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "keep").write_text("mine")
-    with pytest.raises(SynthesisError, match="empty or does not exist"):
+    with pytest.raises(SynthesisError, match=r": expected an empty or new directory, found \['keep'\]"):
         synthesize_checkpoint(TINY, 4105, tmp_path)
+    with pytest.raises(SynthesisError, match="keep: expected an empty or new directory, found a file"):
+        synthesize_checkpoint(TINY, 4105, tmp_path / "keep")
     assert [path.name for path in tmp_path.iterdir()] == ["keep"]
 
 

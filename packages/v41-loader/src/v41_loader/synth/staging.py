@@ -21,7 +21,8 @@ def appearing_at_once(directory: Path) -> Iterator[Path]:
     """A staging directory beside `directory` that takes its place on success and vanishes on failure."""
     target = Path(os.path.realpath(directory))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise SynthesisError("directory", str(directory), "a directory that is empty or does not exist")
+        found = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else "a file"
+        raise SynthesisError(str(directory), found, "an empty or new directory")
     staging = target.parent / f".{target.name}.{secrets.token_hex(8)}.partial"
     try:
         try:
