@@ -284,3 +284,23 @@ def test_a_link_in_place_of_partial_files_is_not_followed(source: Path, tmp_path
 def test_an_unfinished_directory_does_not_verify(interrupted: Path) -> None:
     with pytest.raises(ManifestError, match=r"no manifest\.json"):
         verify_shards(interrupted)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut off", "another", "a link"])
+def test_a_finished_directory_gets_its_config_back(source: Path, tmp_path: Path, damage: str) -> None:
+    """Rank files that are kept are of no use without it."""
+    inventory, out = read_inventory(source), tmp_path / "out"
+    shard_checkpoint(inventory, out, ParallelLayout(2, 2))
+    config = out / "config.json"
+    expected = config.read_bytes()
+    config.unlink()
+    if damage == "a link":
+        config.symlink_to(tmp_path / "nowhere")
+    elif damage != "gone":
+        config.write_bytes(expected[:100] if damage == "cut off" else expected.replace(b"1", b"2"))
+    report = shard_checkpoint(inventory, out, ParallelLayout(2, 2))
+    assert report.written == ()
+    assert config.read_bytes() == expected
+    assert not config.is_symlink()
+    assert not (out / PARTIAL_DIRECTORY).exists()
+    verify_shards(out)

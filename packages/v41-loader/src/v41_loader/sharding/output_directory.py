@@ -16,7 +16,7 @@ from v41_loader.inventory import CONFIG_FILE
 from v41_loader.sharding.manifest import MANIFEST_FILE, Manifest, read_manifest
 from v41_loader.sharding.output_files import replace_document, sync_directory, write_errors
 from v41_loader.sharding.rank_contents import RankContents, rank_file
-from v41_loader.source_files import open_source, read_span
+from v41_loader.source_files import open_source, read_document, read_span
 
 PARTIAL_DIRECTORY = ".v41-partial"
 JOURNAL_FILE = "journal.jsonl"
@@ -82,6 +82,20 @@ class OutputDirectory:
         """Remove what a run left that was killed when its manifest was written; an interrupted run has rank files."""
         if self.partial.exists() and not any(RANK_FILES.fullmatch(entry.name) for entry in self.partial.iterdir()):
             self.discard()
+
+    def restore_config(self, config_json: bytes) -> None:
+        """Write `config.json` anew where it is gone or has other bytes: shards cannot be opened without it.
+
+        Raises:
+            DiskFullError, OutputWriteError: it cannot be written.
+        """
+        try:
+            if read_document(self.path, CONFIG_FILE) == config_json:
+                return
+        except CheckpointError:
+            pass
+        self.begin(())
+        replace_document(self.path / CONFIG_FILE, self.partial / CONFIG_FILE, config_json)
 
     def complete(self, config_json: bytes, manifest: Manifest, ranks: tuple[int, ...]) -> None:
         """Let the finished rank files appear, and then, all at once, the manifest that vouches for them.

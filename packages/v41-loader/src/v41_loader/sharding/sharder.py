@@ -129,6 +129,7 @@ def shard_checkpoint(
                 raise
             output.complete(config_json, manifest, missing)
         else:
+            output.restore_config(config_json)
             output.discard_completed()
         assert manifest is not None
         return ShardReport(output.path, manifest, missing, kept, groups, skipped_groups(inventory.config))
