@@ -68,8 +68,8 @@ def _require_exchangeable(name: str, layout: ParallelLayout) -> None:
     group = CALLS[name].joins
     ranks = {"": 1, "TP": layout.tp, "EP": layout.ep}[group]
     if ranks > 1:
-        expected = f"one: what crosses the {group} group inside of it no provider moves"
-        raise ProviderError(f"swap {name}", f"{ranks} ranks in the {group} group", expected)
+        expected = f"one rank in the {group} group, since no provider moves rows between ranks"
+        raise ProviderError(f"swap {name}", f"{ranks} ranks", expected)
 
 
 class Swap:
