@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from v41_kernels import (
     CanaryError,
     Executor,
     KernelCrashError,
+    KernelError,
     KernelExecutionError,
     KernelOperator,
     KernelTimeoutError,
@@ -329,3 +331,14 @@ def test_a_platform_that_is_not_there(platform: str, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     with pytest.raises(PlatformError, match="no CANN" if platform == "npu" else "'cpu' or 'npu'"):
         Executor(platform=platform)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, math.inf, math.nan])
+def test_a_timeout_is_positive_and_finite(timeout: float) -> None:
+    with pytest.raises(KernelError, match="timeout: expected more than 0"):
+        Executor(timeout=timeout)
+
+
+def test_a_tier_is_no_text() -> None:
+    with pytest.raises(PlatformError, match=r"tier: expected Tier\.GRAPH or Tier\.PASSES, found 'graph'"):
+        Executor(tier="graph")  # type: ignore[arg-type]

@@ -126,7 +126,13 @@ def test_another_architecture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("name", "n", "k", "said"),
-    [("quantized_linear_a5", 33, 64, "w_scale"), ("quantized_linear_a5", 32, 96, "64"), ("rms_norm", 32, 64, "_a5")],
+    [
+        ("quantized_linear_a5", 33, 64, "w_scale"),
+        ("quantized_linear_a5", 32, 96, "64"),
+        ("rms_norm", 32, 64, "_a5"),
+        ("quantized_linear_a5", 0, 64, "N: expected outputs"),
+        ("quantized_linear_a5", 32, 0, "K: expected a multiple"),
+    ],
 )
 def test_what_cannot_be_compiled(name: str, n: int, k: int, said: str) -> None:
     with pytest.raises(OperatorError, match=said):

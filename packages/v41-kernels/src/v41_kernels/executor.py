@@ -75,7 +75,7 @@ class Executor:
         device_id: int = 0,
         tier: Tier | None = None,
         timeout: float = 120.0,
-        cache_directory: Path | None = None,
+        cache_directory: str | Path | None = None,
         operators: Mapping[str, KernelOperator] | None = None,
     ) -> None:
         """Takes the platform, and the seconds that a kernel may take; `cache_directory` holds the built interpreter.
@@ -91,7 +91,7 @@ class Executor:
         self._tier = None if self._platform.is_device else Tier.GRAPH
         self._tier = self._asked(tier)
         self._timeout = checked_timeout(timeout)
-        self._cache_directory = cache_directory or default_cache_directory()
+        self._cache_directory = Path(cache_directory or default_cache_directory())
         self._operators = OPERATORS if operators is None else operators
         self._turn = threading.Lock()
         self._worker = self._start_worker() if self._platform.is_device else None
@@ -151,7 +151,9 @@ class Executor:
         return KernelRun(operator.spec.name, asked, seconds, checks, tuple(launches))
 
     def _asked(self, tier: Tier | None) -> Tier | None:
-        """The tier to run with. Errors: `PlatformError` if a device is asked for one."""
+        """The tier to run with. Errors: `PlatformError` if a device is asked for one, or if it is none."""
+        if tier is not None and not isinstance(tier, Tier):
+            raise PlatformError("tier", tier, "Tier.GRAPH or Tier.PASSES")
         if self._platform.is_device and tier is not None:
             raise PlatformError(f"platform {self._platform}", f"tier {tier.value}", "no tier: a device runs all passes")
         return tier or self._tier

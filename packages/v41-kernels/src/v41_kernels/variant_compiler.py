@@ -29,7 +29,7 @@ class VariantCompiler:
         self,
         *,
         timeout: float = 300.0,
-        cache_directory: Path | None = None,
+        cache_directory: str | Path | None = None,
         variants: Mapping[str, Variant] = VARIANTS,
     ) -> None:
         """Takes the seconds that a launch may take; `cache_directory` holds the copy of pypto.
@@ -38,7 +38,7 @@ class VariantCompiler:
         """
         self._pypto = find_pypto()
         self._timeout = checked_timeout(timeout)
-        self._cache_directory = cache_directory or default_cache_directory()
+        self._cache_directory = Path(cache_directory or default_cache_directory())
         self._variants = variants
         self._worker: WorkerProcess | None = None
 
@@ -66,7 +66,9 @@ class VariantCompiler:
             raise OperatorError("variant", name, f"one of {', '.join(self._variants)}")
         variant = self._variants[name]
         sizes = find_operator(variant.operator).bind(FLASH, None, T=1, N=N, K=K).dims
-        if K % SCALE_PAIR:
+        if not N:
+            raise OperatorError(f"{variant.name}: N", N, "outputs")
+        if not K or K % SCALE_PAIR:
             raise OperatorError(f"{variant.name}: K", K, f"a multiple of {SCALE_PAIR}")
         seconds, operations = 0.0, Counter[str]()
         for launch in variant.launches:
