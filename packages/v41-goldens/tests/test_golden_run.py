@@ -252,3 +252,10 @@ def test_a_saved_tree_is_replayed(
     monkeypatch.setattr(attention_stages, "o_proj", lambda u, w, c: output_projection.o_proj(u, w, c) * 1.0001)
     assert main(["run", "o_proj", "--golden-data", str(tmp_path / "o_proj")]) == 1
     assert "FAIL o_proj: replicated saved rank 0 output_partial: expected the same dtype" in capsys.readouterr().out
+
+
+def test_one_tree_that_is_there_stops_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sharded").mkdir()
+    assert main(["run", "decode_swa", "--tokens", "4", "--requests", "2", "--save-data", str(tmp_path)]) == 2
+    assert "sharded: expected a new directory, found something there" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["sharded"]

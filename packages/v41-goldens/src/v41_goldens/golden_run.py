@@ -117,7 +117,11 @@ def validate(
     checks: list[Check] = []
     results: dict[Wiring, Arguments] = {}
     tree: SavedTree | None = None
-    for form, operator in wirings(name, wiring).items():
+    forms = wirings(name, wiring)
+    if save_data is not None:
+        for form in forms:
+            new_place(save_data, form)  # before the first of them is written
+    for form, operator in forms.items():
         if golden_data is None:
             fixture = operator_fixture(operator, case)
             layout, extents, bounds, before = case.layout, fixture.extents, fixture.bounds, fixture.arguments

@@ -90,9 +90,7 @@ def save_tree(
     Raises:
         TreeError: there is one already, or it cannot be written.
     """
-    place, counts = directory / wiring, _counts(spec)
-    if os.path.lexists(place):
-        raise TreeError(str(place), "something there", "a new directory")
+    place, counts = new_place(directory, wiring), _counts(spec)
     temporary = directory / f".{secrets.token_hex(8)}.partial"
     try:
         temporary.mkdir(parents=True)
@@ -121,6 +119,14 @@ def save_tree(
         raise TreeError(str(place), str(error), "a directory that can be written") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return place
+
+
+def new_place(directory: Path, wiring: Wiring) -> Path:
+    """Where a tree of that wiring will stand. Errors: `TreeError` if something is there."""
+    place = directory / wiring
+    if os.path.lexists(place):
+        raise TreeError(str(place), "something there", "a new directory")
     return place
 
 
