@@ -22,7 +22,7 @@ from v41_goldens.judges import (
 )
 from v41_goldens.operators import golden
 from v41_goldens.operators.call import Call
-from v41_goldens.saved_tree import SavedTree, Wiring, load_tree, save_tree
+from v41_goldens.saved_tree import SavedTree, Wiring, load_tree, new_place, save_tree
 
 _SHARDED = "_sharded"
 
