@@ -164,6 +164,8 @@ def _environment(scratch: Path, platform: Platform, compiler: Path | None) -> di
         "ASCEND_PROCESS_LOG_PATH": str(scratch / "log"),
         "ASCEND_WORK_PATH": str(scratch),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        # The C library gives freed tensors back to the system at once: they count against the worker's limit.
+        "MALLOC_MMAP_THRESHOLD_": "262144",
     }
 
 
