@@ -85,7 +85,7 @@ def test_the_tensor_graph_is_like_the_golden(executor: Executor, name: str) -> N
 
 @pytest.mark.parametrize("name", FLASH_GRAPH)
 def test_flash_widths(executor: Executor, name: str) -> None:
-    for case in cases_of(name, "flash6"):
+    for case in cases_of(name, "flash" if name == "gate" else "flash6"):  # FLASH6 has few experts
         run_and_judge(executor, case)
 
 
