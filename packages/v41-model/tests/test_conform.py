@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -340,3 +341,9 @@ class TestCommand:
         options = ["--vectors", "none.safetensors", "--max-relative-l2", "1.5"]
         assert main(["conform", "--checkpoint", str(tiny_directory), *options]) == 2
         assert "--max-relative-l2" in capsys.readouterr().err
+
+
+def test_a_pipe_is_no_vectors_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(VectorsError, match="expected a regular file"):
+        read_vectors(tmp_path / "pipe", TINY)

@@ -55,6 +55,8 @@ def read_vectors(path: Path, config: ModelConfig, request: int | None = None) ->
 
     Errors: `VectorsError`, naming the file's tensor.
     """
+    if path.exists() and not path.is_file():
+        raise VectorsError(str(path), "a directory or device", "a regular file")
     try:
         with safe_open(path, framework="pt") as file:
             chosen = _chosen_keys(file.keys(), request)
