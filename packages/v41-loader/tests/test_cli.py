@@ -61,7 +61,7 @@ def test_a_stopped_synth_leaves_nothing(tmp_path: Path, number: int, code: int) 
 def test_synth_refuses_a_full_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
     assert main(["synth", "--preset", "tiny", "--out", str(tmp_path)]) == 2
-    assert "expected a directory that is empty" in capsys.readouterr().err
+    assert "expected an empty or new directory, found ['mine']" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
