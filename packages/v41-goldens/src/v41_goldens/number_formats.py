@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from v41_goldens.errors import OperandError
+from v41_goldens.scratch import scratch
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value."""
@@ -60,6 +61,8 @@ def e4m3_decode(codes: Tensor) -> Tensor:
 def e4m3_in_fp16(codes: Tensor) -> Tensor | None:
     """FP16 numbers that are E4M3 codes divided by `E4M3_UNIT_IN_FP16`, or None where a code is NaN.
 
+    They are the thread's scratch of INT16, to be copied at once.
+
     Sign, exponent and mantissa placed at the same ends of an FP16 number mean 2^-8 times the value, subnormals too:
     ten times as fast on a CPU as torch's cast. Only the NaN codes would come out wrong, as 480.
 
@@ -69,7 +72,8 @@ def e4m3_in_fp16(codes: Tensor) -> Tensor | None:
     signed = codes.view(torch.int8)
     if codes.numel() and (signed.max() == 0x7F or codes.view(torch.uint8).max() == 0xFF):
         return None
-    return signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_E4M3_BITS_IN_FP16).view(torch.float16)
+    wide = scratch(codes.numel(), torch.int16, codes.device).view(codes.shape).copy_(signed)
+    return wide.bitwise_left_shift_(7).bitwise_and_(_E4M3_BITS_IN_FP16).view(torch.float16)
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
@@ -211,7 +215,8 @@ def _with_exponents_added(codes: Tensor, scale: Tensor) -> Tensor:
     steps = scale.to(torch.int16).sub_(_FP32_BIAS).bitwise_left_shift_(_BF16_MANTISSA_BITS).sub_(_NON_ZERO)
     rows = min(len(pairs), max(1, _CHUNK_ELEMENTS // (2 * codes.shape[1])))
     result = torch.empty(pairs.shape, dtype=torch.int64, device=codes.device)
-    index, marked = torch.empty_like(result[:rows]), torch.empty_like(result[:rows]).view(torch.int16)
+    index = scratch(rows * pairs.shape[1], torch.int64, codes.device).view(rows, -1)
+    marked = index.view(torch.int16)  # the index is of no use any more by then
     for start in range(0, len(pairs), rows):
         own = result[start : start + rows]
         count = len(own)

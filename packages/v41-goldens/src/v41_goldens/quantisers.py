@@ -27,6 +27,7 @@ from v41_goldens.number_formats import (
     e8m0_decode,
     pow2_ceil_e8m0,
 )
+from v41_goldens.scratch import scratch
 
 FP8_AMAX_FLOOR = 1e-4
 """Smallest amax of an FP8 group, so that a zero row has a scale."""
@@ -67,7 +68,7 @@ def quantize_activation(x: Tensor) -> Quantized:
     scale = torch.empty(*x.shape[:-1], x.shape[-1] // MX_GROUP, dtype=torch.uint8, device=x.device)
     groups, codes, scales = x.detach().reshape(-1, MX_GROUP), payload.view(-1, MX_GROUP), scale.view(-1)
     step = max(1, _CHUNK_ELEMENTS // MX_GROUP)
-    buffers = torch.empty(2, min(step, len(groups)), MX_GROUP, device=x.device)
+    buffers = scratch(2 * min(step, len(groups)) * MX_GROUP, torch.float32, x.device).view(2, -1, MX_GROUP)
     for start in range(0, len(groups), step):
         chunk = slice(start, start + step)
         values, magnitudes = buffers[:, : len(groups[chunk])]

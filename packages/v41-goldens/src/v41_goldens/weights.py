@@ -19,6 +19,7 @@ from v41_config.model_config import MX_GROUP, ModelConfig
 from v41_goldens.errors import WeightError
 from v41_goldens.exact import dot_by_rows
 from v41_goldens.number_formats import E4M3_UNIT_IN_FP16, e2m1_times_e8m0, e4m3_decode, e4m3_in_fp16, e8m0_decode
+from v41_goldens.scratch import scratch
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -70,7 +71,11 @@ class Fp8Weight:
         if values is None or factor.isinf().any():
             values, factor = e4m3_decode(codes), scale
         n, k = self.shape
-        tiles = values.to(torch.float32).view(n // MX_GROUP, MX_GROUP, k)
+        if dtype == torch.float32:
+            result = torch.empty(n, k, device=codes.device)
+        else:
+            result = scratch(n * k, torch.float32, codes.device).view(n, k)
+        tiles = result.copy_(values).view(n // MX_GROUP, MX_GROUP, k)
         return tiles.mul_(factor.repeat_interleave(MX_GROUP, dim=1).unsqueeze(1)).view(self.shape).to(dtype)
 
     def dot(self, x: Tensor) -> Tensor:
