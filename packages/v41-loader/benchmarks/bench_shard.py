@@ -1,4 +1,4 @@
-"""Speed of sharding to disk, against copying as many bytes with `cp`, the kernel's own copy, and the library.
+"""Speed of sharding to disk, against copying as many bytes with `cp`, the kernel's own copy, the library and the disk.
 
 Every side makes or reads the same bytes, in turn, in one process, from warm files and from cold ones.
 
@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from v41_loader import (
 )
 from v41_loader.digests import new_digest
 from v41_loader.layouts import get_layout
+from v41_loader.sharding.output_files import open_output, start_flush, write_at
 from v41_loader.sharding.part_blocks import BLOCK_BYTES, BlockBuffers, part_blocks
 from v41_loader.sharding.rank_contents import rank_contents
 from v41_loader.sharding.tensor_copy import tensor_copies
@@ -83,6 +85,39 @@ def copy_in_kernel(sources: list[Path], out: Path) -> None:
                 pass
     synchronise(out.iterdir())
     digest_pass(sources)
+
+
+def read_and_write(sources: list[Path], shards: list[Path], out: Path) -> None:
+    """What files and disk take for themselves: all bytes read by one thread, as many written and flushed by another."""
+    out.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        for result in (pool.submit(read_through, sources), pool.submit(write_through, shards, out)):
+            result.result()
+
+
+def read_through(paths: list[Path]) -> None:
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while file.readinto(buffer):
+                pass
+
+
+def write_through(shards: list[Path], out: Path) -> None:
+    buffer = memoryview(os.urandom(BLOCK_BYTES))
+    header = b"headers end where they end, and writes of whole pages take longer here"
+    opened = [open_output(out / path.name, header[:-1], path.stat().st_size) for path in shards]
+    for fd, path in zip(opened, shards, strict=True):
+        size = path.stat().st_size
+        for begin in range(len(header) - 1, size, COPY_BYTES):
+            end = min(size, begin + COPY_BYTES)
+            for offset in range(begin, end, BLOCK_BYTES):
+                write_at(fd, buffer[: end - offset], offset)
+            start_flush(fd, begin, end)
+    for fd in opened:
+        os.fsync(fd)
+        os.close(fd)
 
 
 def shard_with_library(inventory: Inventory, layout: ParallelLayout, out: Path) -> None:
@@ -138,6 +173,7 @@ def bench_sharding(inventory: Inventory, layout: ParallelLayout, scratch: Path, 
     sides: dict[str, tuple[list[Path], Callable[[], object]]] = {
         "cp + digest": (shards, lambda: copy_with_cp(shards, out)),
         "copy_file_range + digest": (shards, lambda: copy_in_kernel(shards, out)),
+        "reading and writing alone": (sources, lambda: read_and_write(sources, shards, out)),
         "get_slice + save_file": (sources, lambda: shard_with_library(inventory, layout, out)),
         **(
             {"fastsafetensors + save_file": (sources, lambda: shard_with_fast_library(inventory, layout, out))}
@@ -158,11 +194,12 @@ def bench_sharding(inventory: Inventory, layout: ParallelLayout, scratch: Path, 
                     if (out / path.name).stat().st_size != path.stat().st_size:
                         raise SystemExit(f"{side}: another {path.name}")
                 shutil.rmtree(out)
-        copied, library = best["cp + digest"][0], best["get_slice + save_file"][0]
-        print(f"{state:<30}{'GB/s':>8}{'CPU s/GB':>10}{'of cp + digest':>16}{'of library':>12}")
+        peers = [best[side][0] for side in ("cp + digest", "get_slice + save_file", "reading and writing alone")]
+        print(f"{state:<30}{'GB/s':>8}{'CPU s/GB':>10}{'of cp + digest':>16}{'of library':>12}{'of the disk':>13}")
         for side, (wall, processor) in best.items():
             speeds = f"{nbytes / wall / 1e9:>8.2f}{processor / nbytes * 1e9:>10.2f}"
-            print(f"  {side:<28}{speeds}{copied / wall:>16.2f}{library / wall:>12.2f}")
+            ratios = (f"{peer / wall:>{width}.2f}" for peer, width in zip(peers, (16, 12, 13), strict=True))
+            print(f"  {side:<28}{speeds}{''.join(ratios)}")
     shutil.rmtree(reference)
 
 

@@ -29,8 +29,11 @@ from v41_loader import (
 )
 from v41_loader.errors import DigestMismatchError, OutputConflictError, ScaleNanError, ShardingError
 from v41_loader.inventory import NOT_COMPARABLE
+from v41_loader.layouts import get_layout
 from v41_loader.rules import RULES, RULES_VERSION
+from v41_loader.sharding import tensor_copy
 from v41_loader.sharding.manifest import read_manifest
+from v41_loader.sharding.rank_contents import rank_contents
 
 LAYOUTS = [ParallelLayout(tp, dp) for tp, dp in [(1, 1), (2, 1), (4, 1), (1, 2), (4, 2), (2, 4)]]
 TP4_DP2 = ParallelLayout(4, 2)
@@ -392,3 +395,20 @@ def test_rules_have_not_changed_under_their_version() -> None:
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     assert (RULES_VERSION, digest[:16]) == (1, "dc0e7aba3e594834")
+
+
+def test_threads_take_neighbours_of_one_file(tiny: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of tensors are all tensors, in their order; each is of one file, and ends soon after it is long enough."""
+    monkeypatch.setattr(tensor_copy, "_RUN_BYTES", 100_000)
+    contents = rank_contents(tiny.config, TP4_DP2, range(8), get_layout("canonical"))
+    copies = tensor_copy.tensor_copies(tiny, contents)
+    runs = list(tensor_copy.neighbours(copies))
+    assert tuple(copy for run in runs for copy in run) == copies
+    lengths = {len(run) for run in runs}
+    assert max(lengths) == 32
+    assert len(lengths) > 2
+    for run, after in zip(runs, [*runs[1:], []], strict=True):
+        assert len({copy.stored.file for copy in run}) == 1
+        assert sum(copy.read_bytes for copy in run[:-1]) < 100_000
+        ended = len(run) == 32 or sum(copy.read_bytes for copy in run) >= 100_000
+        assert ended or not after or after[0].stored.file != run[0].stored.file

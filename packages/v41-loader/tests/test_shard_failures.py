@@ -63,7 +63,7 @@ def failing(call: Callable[..., int | None], at: int, code: int) -> Callable[...
     ("pwrite", 400, errno.EDQUOT, DiskFullError),
     ("pwrite", 400, errno.EIO, OutputWriteError),
     ("write", 1, errno.ENOSPC, DiskFullError),
-    ("write", 300, errno.ENOSPC, DiskFullError),
+    ("write", 10, errno.ENOSPC, DiskFullError),
     ("fsync", 1, errno.ENOSPC, DiskFullError),
     ("fsync", 3, errno.EIO, OutputWriteError),
     ("ftruncate", 2, errno.ENOSPC, DiskFullError),
@@ -209,7 +209,7 @@ def test_the_caller_stops_the_run(small_source: Inventory, tmp_path: Path, refer
     def progress(*_: int) -> None:
         nonlocal calls
         calls += 1
-        if calls == 100:
+        if calls == 10:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

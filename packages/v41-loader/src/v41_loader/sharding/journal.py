@@ -60,16 +60,16 @@ class Journal:
             self.close()
             raise
 
-    def append(self, tensor: str, digests: PartDigests) -> None:
-        """Note that a tensor's bytes are in the files."""
-        self._write(JournalRecord(tensor=tensor, digests=digests))
+    def append(self, digests: Mapping[str, PartDigests]) -> None:
+        """Note that the bytes of tensors are in the files."""
+        self._write(*(JournalRecord(tensor=tensor, digests=of_tensor) for tensor, of_tensor in digests.items()))
 
     def close(self) -> None:
         """Close the file; it stays."""
         os.close(self._fd)
 
-    def _write(self, line: BaseModel) -> None:
-        data = line.model_dump_json(exclude_defaults=True).encode() + b"\n"
+    def _write(self, *lines: BaseModel) -> None:
+        data = b"".join(line.model_dump_json(exclude_defaults=True).encode() + b"\n" for line in lines)
         with write_errors(str(self._path)):
             while data:
                 data = data[os.write(self._fd, data) :]

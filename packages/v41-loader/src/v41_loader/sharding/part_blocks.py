@@ -16,7 +16,7 @@ from v41_loader.source_files import SourceFile, read_into
 Block = npt.NDArray[np.uint8]
 """Rows of a part as bytes, `[rows, bytes of a row]`, contiguous."""
 
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 1 << 20
 """Small enough to stay in a core's cache between being read, digested and written; one row where rows are longer."""
 
 

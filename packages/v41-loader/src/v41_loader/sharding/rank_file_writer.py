@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from v41_loader.sharding.output_directory import OutputDirectory
 from v41_loader.sharding.output_files import open_output, write_errors
 from v41_loader.sharding.part_blocks import BlockBuffers
 from v41_loader.sharding.rank_contents import RankContents, rank_file
-from v41_loader.sharding.tensor_copy import RankOutput, TensorCopy
+from v41_loader.sharding.tensor_copy import RankOutput, TensorCopy, neighbours
 from v41_loader.source_files import SourceFile, reopen_source, require_unchanged
 
 MEMORY_BUDGET = 128 << 20
@@ -49,7 +49,8 @@ class RankFileWriter:
         output.begin(ranks)
         output.require_room({rank: self.contents.nbytes(rank) for rank in ranks})
         digests: dict[str, PartDigests] = {}
-        total = sum(copy.written_bytes for copy in self.copies)
+        written_bytes = {copy.stored.expected.name: copy.written_bytes for copy in self.copies}
+        total = sum(written_bytes.values())
         with ExitStack() as files:
             journal = Journal(output.journal, self.run)
             files.callback(journal.close)
@@ -57,12 +58,10 @@ class RankFileWriter:
             sources: list[tuple[int, SourceFile]] = []
             jobs = self._jobs(files, sources, outputs, journal.records)
             with closing(run_jobs(jobs, self.threads, MEMORY_BUDGET)) as results:
-                for copy, copied in results:
-                    name = copy.stored.expected.name
-                    digests[name] = copied
-                    if name not in journal.records or journal.records[name] != copied:
-                        journal.append(name, copied)
-                    self.progress(copy.written_bytes, total)
+                for copied in results:
+                    digests |= copied
+                    journal.append({name: now for name, now in copied.items() if journal.records.get(name) != now})
+                    self.progress(sum(written_bytes[name] for name in copied), total)
             for fd, source in sources:
                 require_unchanged(fd, source)
             for rank, target in outputs.items():
@@ -82,27 +81,33 @@ class RankFileWriter:
         sources: list[tuple[int, SourceFile]],
         outputs: Mapping[int, RankOutput],
         recorded: Mapping[str, PartDigests],
-    ) -> Iterator[Job[tuple[TensorCopy, PartDigests]]]:
-        """One job per tensor, in file order; each source file is opened once, when its first tensor comes."""
+    ) -> Iterator[Job[dict[str, PartDigests]]]:
+        """One job per run of neighbours, in file order; each source file is opened once, when its first one comes."""
         buffers = BlockBuffers()
-        for copy in self.copies:
-            source = self.inventory.files[copy.stored.file]
+        for copies in neighbours(self.copies):
+            source = self.inventory.files[copies[0].stored.file]
             if not sources or sources[-1][1] is not source:
                 sources.append((files.enter_context(reopen_source(source)), source))
             fd, _ = sources[-1]
-            earlier = recorded.get(copy.stored.expected.name)
-            yield Job(partial(self._copied, copy, fd, source, outputs, earlier, buffers), copy.working_memory)
+            cost = max(copy.working_memory for copy in copies)
+            yield Job(partial(self._copied, copies, fd, source, outputs, recorded, buffers), cost)
 
     def _copied(
         self,
-        copy: TensorCopy,
+        copies: Sequence[TensorCopy],
         fd: int,
         source: SourceFile,
         outputs: Mapping[int, RankOutput],
-        earlier: PartDigests | None,
+        recorded: Mapping[str, PartDigests],
         buffers: BlockBuffers,
-    ) -> tuple[TensorCopy, PartDigests]:
+    ) -> dict[str, PartDigests]:
         algorithm = self.run.settings.digest
-        if earlier is not None and copy.stands_in(outputs, earlier, algorithm, buffers):
-            return copy, earlier
-        return copy, copy.copy(fd, source, outputs, algorithm, buffers)
+        digests: dict[str, PartDigests] = {}
+        for copy in copies:
+            name = copy.stored.expected.name
+            earlier = recorded.get(name)
+            if earlier is not None and copy.stands_in(outputs, earlier, algorithm, buffers):
+                digests[name] = earlier
+            else:
+                digests[name] = copy.copy(fd, source, outputs, algorithm, buffers)
+        return digests

@@ -21,6 +21,13 @@ from v41_loader.sharding.part_blocks import BLOCK_BYTES, Block, BlockBuffers, pa
 from v41_loader.sharding.rank_contents import RankContents, StoredPart, rank_file
 from v41_loader.source_files import SourceFile, require_unchanged
 
+_RUN_BYTES = 64 << 20
+"""Enough that the kernel sees a file that is read from front to back: readers that take turns at every tensor cost
+three times the processor time, where the file is not in memory. And little to do again after a kill."""
+
+_RUN_TENSORS = 32
+"""The same, where tensors are small."""
+
 
 @dataclass(frozen=True)
 class RankOutput:
@@ -171,3 +178,17 @@ def tensor_copies(inventory: Inventory, contents: RankContents) -> tuple[TensorC
         if parts
     ]
     return tuple(sorted(copies, key=lambda copy: (order[copy.stored.file], copy.stored.entry.begin)))
+
+
+def neighbours(copies: Iterable[TensorCopy]) -> Iterator[list[TensorCopy]]:
+    """`copies` as they come, those of one file together, up to `_RUN_BYTES`: what one thread reads on its own."""
+    run: list[TensorCopy] = []
+    nbytes = 0
+    for copy in copies:
+        if run and (run[0].stored.file != copy.stored.file or nbytes >= _RUN_BYTES or len(run) == _RUN_TENSORS):
+            yield run
+            run, nbytes = [], 0
+        run.append(copy)
+        nbytes += copy.read_bytes
+    if run:
+        yield run
