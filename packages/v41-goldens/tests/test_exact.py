@@ -54,7 +54,7 @@ def test_dot_of_batches() -> None:
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 100])
 def test_weights_are_converted_a_few_rows_at_a_time(n: int) -> None:
     """Wide rows are cut into chunks of 32, which changes nothing and keeps float64 copies small."""
-    k = 1 << 13
+    k = 1 << 14
     x, w = randn(4, 3, k).bfloat16(), randn(5, n, k).bfloat16()
     asked: list[tuple[int, int]] = []
 

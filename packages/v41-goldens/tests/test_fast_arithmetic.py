@@ -29,7 +29,7 @@ from v41_goldens.linear import quantized_linear
 from v41_goldens.moe import moe
 from v41_goldens.quantisers import dequantize_index, quantize_index
 from v41_goldens.sparse_attention import sparse_attention
-from v41_goldens.weights import Fp4Weight, Fp8Weight
+from v41_goldens.weights import Fp4Weight, Fp8Weight, RowDecoder
 
 Layers = Callable[[ModelConfig, int, int], LayerWeights]
 TOKENS = 40
@@ -189,13 +189,18 @@ def test_experts_are_near_the_exact_ones(make_layer: Layers) -> None:
 def test_an_expert_is_dequantised_once_for_all_its_rows(make_layer: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = fast_layer(make_layer(TINY, 3, 1)).moe
     dequantised: list[int] = []
-    dequantize = FastFp4Weight.dequantize
+    decoder = FastFp4Weight.decoder
 
-    def watched(self: FastFp4Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-        dequantised.append(self.packed.data_ptr())
-        return dequantize(self, dtype)
+    def watched(self: FastFp4Weight, dtype: torch.dtype = torch.float32) -> RowDecoder:
+        rows = decoder(self, dtype)
 
-    monkeypatch.setattr(FastFp4Weight, "dequantize", watched)
+        def watched_rows(start: int, stop: int) -> Tensor:
+            dequantised.append(self.packed[start:].data_ptr())
+            return rows(start, stop)
+
+        return watched_rows
+
+    monkeypatch.setattr(FastFp4Weight, "decoder", watched)
     ids = torch.tensor([5, 2, 5, 5, -1, 2])
     routed_experts(normal(6, TINY.hidden_size), ids, torch.ones(6), weights.experts, TINY)
     assert len(dequantised) == len(set(dequantised)) == 3 * 2

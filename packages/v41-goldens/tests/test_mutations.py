@@ -305,7 +305,7 @@ def unstaggered_moe(golden: Golden, module: ModuleType) -> Verdicts:
 
 @of_source("route weight after w2", "14.2", judges.judge_row_bounds, "experts",
            ("config.swiglu_limit, route_weights[order].unsqueeze(-1))", "config.swiglu_limit)"),
-           ("= down.to(torch.bfloat16)", "= (route_weights[order].unsqueeze(-1) * down).to(torch.bfloat16)"),
+           ("[order] = down", "[order] = (route_weights[order].unsqueeze(-1) * down).to(torch.bfloat16)"),
            )  # fmt: skip
 def late_route_weight(golden: Golden, module: ModuleType) -> Verdicts:
     rows, experts = golden.normal(64, TINY.hidden_size), golden.weights(0).moe.experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +51,19 @@ def compress_ratio_1(x: Tensor, weights: CompressorWeights, config: ModelConfig)
 
 
 def compress_ratio_2(
-    x: Tensor, weights: CompressorWeights, rows: CompressorRows, state: Tensor, config: ModelConfig
+    x: Tensor,
+    weights: CompressorWeights,
+    rows: CompressorRows,
+    state: Tensor,
+    config: ModelConfig,
+    linear: Callable[[Tensor, Tensor], Tensor] = fp32_linear,
 ) -> Tensor:
     """Latents of the pairs that close in this step, and the state of the pairs left open.
 
     x BF16 `[T, D]`; `state` FP32 `[blocks, 4, 2 * head_dim]` (KV projection, then gate score) is read first and
     then written: the last `min(rows of the request, 4)` tokens of each request land in ring slot `position % 4`.
-    A pair whose even token came in an earlier step finds it in the ring. Returns BF16 `[outputs, head_dim]`.
+    A pair whose even token came in an earlier step finds it in the ring. `linear` makes both projections. Returns BF16
+    `[outputs, head_dim]`.
 
     Raises:
         OperandError: rows, requests or state blocks that do not exist, a pair that closes at an even position or
@@ -66,7 +73,7 @@ def compress_ratio_2(
     if weights.wgate is None:
         raise WeightError("compressor.wgate.weight", None, "a gate for a compressor of ratio 2")
     _check_rows(rows, len(x), len(state))
-    projected = torch.cat([fp32_linear(x, weights.wkv), fp32_linear(x, weights.wgate)], dim=-1)
+    projected = torch.cat([linear(x, weights.wkv), linear(x, weights.wgate)], dim=-1)
     odd = rows.closing
     request, position = rows.request[odd], rows.position[odd]
     starts_here = odd == rows.starts[request]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 18
+_CHUNK_ELEMENTS = 1 << 19
 """float64 weight elements converted at a time (2 MB): a chunk stays in cache between conversion and product."""
 
 _SPLIT_ELEMENTS = 1 << 22

@@ -33,7 +33,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, route_weight: Tensor | None =
 def shared_expert(x: Tensor, weights: ExpertWeights, config: ModelConfig) -> Tensor:
     """The expert that every token takes, without route weight: BF16 `[T, D]` to BF16 `[T, D]`."""
     rows = dequantize_activation(quantize_activation(x))
-    gate, up = (dequantized_linear(rows, w).to(torch.bfloat16) for w in (weights.w1, weights.w3))
+    gate, up = (dequantized_linear(rows, w) for w in (weights.w1, weights.w3))
     return quantized_linear(swiglu(gate, up, config.swiglu_limit).to(torch.bfloat16), weights.w2)
 
 
@@ -74,9 +74,9 @@ def routed_experts(
     inputs = dequantize_activation(quantize_activation(rows[order])).split(sizes)
     pairs = zip(inputs, weights, strict=True)
     gate_up = [(dequantized_linear(x, w.w1), dequantized_linear(x, w.w3)) for x, w in pairs]
-    gate, up = (torch.cat(parts).to(torch.bfloat16) for parts in zip(*gate_up, strict=True))
+    gate, up = (torch.cat(parts) for parts in zip(*gate_up, strict=True))
     z = swiglu(gate, up, config.swiglu_limit, route_weights[order].unsqueeze(-1)).to(torch.bfloat16)
     hidden = dequantize_activation(quantize_activation(z)).split(sizes)
     down = torch.cat([dequantized_linear(h, w.w2) for h, w in zip(hidden, weights, strict=True)])
-    result[order] = down.to(torch.bfloat16)
+    result[order] = down
     return result

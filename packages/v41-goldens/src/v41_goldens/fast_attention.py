@@ -1,4 +1,4 @@
-"""Attention and index scores in fast arithmetic, and the table of stages with them in the goldens' places.
+"""Attention, index scores and compression in fast arithmetic, and the table of stages with them in the goldens' places.
 
 Tensors are those of the exact stages. Scores, probabilities and their sums are FP32 here, without chunks; index scores
 are BF16 products. A token's bits do not depend on its batch: each token is a problem of its own, of a size that its own
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from v41_goldens import row_tiles
 from v41_goldens.attention_stages import AttentionStages
+from v41_goldens.compressor import compress_ratio_2
 from v41_goldens.indexer import IndexQueries, select_entries, weighted_sum
 from v41_goldens.sparse_attention import check_operands
 
@@ -76,6 +77,8 @@ def _products(q: Tensor, keys: Tensor) -> Tensor:
 
 
 FAST_STAGES = AttentionStages(
-    sparse_attention=fast_sparse_attention, select_entries=partial(select_entries, score=fast_index_scores)
+    sparse_attention=fast_sparse_attention,
+    select_entries=partial(select_entries, score=fast_index_scores),
+    compress_ratio_2=partial(compress_ratio_2, linear=row_tiles.fp32_linear),
 )
-"""The goldens' stages, with attention and index scores in fast arithmetic."""
+"""The goldens' stages, with attention, index scores and the compressor of pairs in fast arithmetic."""

@@ -1,13 +1,14 @@
-"""Quantised weights whose products are BF16 matmuls: the fast arithmetic of every linear from packed bytes.
+"""Weights whose products are plain matmuls: the fast arithmetic of linears from packed bytes and of hyper-connections.
 
 Operands are the exact ones, since dequantised activations and weights fit BF16; what differs from E1 is the order of
-the sum, taken in FP32, and that the result is rounded to BF16 at once. Everything else of an operator stays as it is.
+the sum, taken in FP32, and that a quantised linear's result is rounded to BF16 at once. Everything else of an operator
+stays as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor
 
 from v41_goldens import row_tiles
-from v41_goldens.weights import AttentionWeights, Fp4Weight, Fp8Weight, LayerWeights, ModelWeights
+from v41_goldens.weights import (
+    AttentionWeights,
+    Fp4Weight,
+    Fp8Weight,
+    HyperConnectionWeights,
+    LayerWeights,
+    ModelWeights,
+)
 
 Weights = TypeVar("Weights")
 
@@ -25,7 +33,7 @@ class FastFp8Weight(Fp8Weight):
     """An `Fp8Weight` that multiplies in BF16."""
 
     def dot(self, x: Tensor) -> Tensor:
-        """FP32 `[..., N]`, each a BF16 number, of dequantised rows `x [..., K]`."""
+        """BF16 `[..., N]` of dequantised rows `x [..., K]`."""
         return _dot(x, self)
 
 
@@ -34,19 +42,35 @@ class FastFp4Weight(Fp4Weight):
     """An `Fp4Weight` that multiplies in BF16."""
 
     def dot(self, x: Tensor) -> Tensor:
-        """FP32 `[..., N]`, each a BF16 number, of dequantised rows `x [..., K]`."""
+        """BF16 `[..., N]` of dequantised rows `x [..., K]`."""
         return _dot(x, self)
+
+
+@dataclass(frozen=True, eq=False)
+class FastHyperConnectionWeights(HyperConnectionWeights):
+    """`HyperConnectionWeights` that sum in FP32."""
+
+    def project(self, streams: Tensor) -> Tensor:
+        """FP32 `[T, M]` of streams FP32 `[T, HC*D]`."""
+        return row_tiles.fp32_linear(streams, self.fn)
+
+
+_FAST: dict[type, type] = {
+    Fp8Weight: FastFp8Weight,
+    Fp4Weight: FastFp4Weight,
+    HyperConnectionWeights: FastHyperConnectionWeights,
+}
 
 
 def _dot(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-    product = row_tiles.matmul(rows, w.shape[0], lambda start, stop: w.rows(start, stop).dequantize(torch.bfloat16))
-    return product.view(*x.shape[:-1], w.shape[0]).to(torch.float32)
+    product = row_tiles.matmul(rows, w.shape[0], w.decoder(torch.bfloat16))
+    return product.view(*x.shape[:-1], w.shape[0])
 
 
 def fast_layer(weights: LayerWeights) -> LayerWeights:
-    """The same packed bytes, every quantised matrix multiplied fast."""
-    return _exchanged(weights, FastFp8Weight, FastFp4Weight)
+    """The same tensors, multiplied fast where they are quantised or mix streams."""
+    return _exchanged(weights, _FAST)
 
 
 def fast_model(weights: ModelWeights) -> ModelWeights:
@@ -56,7 +80,7 @@ def fast_model(weights: ModelWeights) -> ModelWeights:
 
 def exact_attention(weights: AttentionWeights) -> AttentionWeights:
     """The same packed bytes, multiplied by E1: what a judge computes its references from."""
-    return _exchanged(weights, Fp8Weight, Fp4Weight)
+    return _exchanged(weights, {fast: exact for exact, fast in _FAST.items()})
 
 
 class _FastLayers(Sequence[LayerWeights]):
@@ -75,20 +99,15 @@ class _FastLayers(Sequence[LayerWeights]):
         return len(self._layers)
 
 
-def _exchanged(weights: Weights, fp8: type[Fp8Weight], fp4: type[Fp4Weight]) -> Weights:
-    """A dataclass of weights with every quantised matrix in it of the given classes, however deep."""
+def _exchanged(weights: Weights, classes: Mapping[type, type]) -> Weights:
+    """A dataclass of weights with every one of a class in it made one of another with the same fields, however deep."""
 
     def exchanged(value: Any) -> Any:
-        if isinstance(value, Fp8Weight):
-            return fp8(value.codes, value.scale)
-        if isinstance(value, Fp4Weight):
-            return fp4(value.packed, value.scale)
         if isinstance(value, dict):
             return {key: exchanged(part) for key, part in value.items()}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return dataclasses.replace(
-                value, **{field.name: exchanged(getattr(value, field.name)) for field in dataclasses.fields(value)}
-            )
+            fields = {field.name: exchanged(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return classes.get(type(value), type(value))(**fields)
         return value
 
     found: Weights = exchanged(weights)

@@ -11,6 +11,9 @@ from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.rms_norm import inverse_rms
 from v41_goldens.weights import HyperConnectionWeights
 
+_TOKEN_TILE = 8
+"""Tokens that are expanded at a time: their float64 sums (1.3 MB at FLASH's width) stay in cache."""
+
 
 def mhc_mixes(x_hc: Tensor, weights: HyperConnectionWeights, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Mixing coefficients of a sublayer from the residual streams (model.md section 5).
@@ -25,7 +28,7 @@ def mhc_mixes(x_hc: Tensor, weights: HyperConnectionWeights, config: ModelConfig
     """
     check_shapes("mhc_mixes", x_hc=x_hc, fn=weights.fn, base=weights.base, scale=weights.scale)
     streams = x_hc.flatten(1).to(torch.float32)
-    mixes = exact.dot_fp32(streams, weights.fn) * inverse_rms(streams, config.rms_norm_eps)
+    mixes = weights.project(streams) * inverse_rms(streams, config.rms_norm_eps)
     return mhc_split(mixes, weights.scale, weights.base, config)
 
 
@@ -75,13 +78,21 @@ def mhc_post(y: Tensor, x_hc: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         BF16 `[T, HC, D]`: FP32 products, the mix summed by E3, one rounding.
     """
     check_shapes("mhc_post", y=y, x_hc=x_hc, post=post, comb=comb)
+    result = torch.empty_like(x_hc)
+    for start in range(0, len(x_hc), _TOKEN_TILE):
+        rows = slice(start, start + _TOKEN_TILE)
+        result[rows] = _expanded(y[rows], x_hc[rows], post[rows], comb[rows])
+    return result
+
+
+def _expanded(y: Tensor, x_hc: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """FP32 `[T, HC, D]` of a few tokens. The float64 sum is accumulated stream by stream, within a cache's size."""
     streams = x_hc.to(torch.float32)
-    # The float64 sum is accumulated stream by stream: all HC x HC products at once would need HC times the memory.
     mixed = torch.zeros(x_hc.shape, dtype=torch.float64, device=x_hc.device)
     for j in range(x_hc.shape[1]):
         mixed += comb[:, j, :, None] * streams[:, j, None, :]
     carried = mixed.to(torch.float32).add_(0.0)  # E3: never -0
-    return (carried + post.unsqueeze(-1) * y.to(torch.float32).unsqueeze(1)).to(torch.bfloat16)
+    return carried.add_(post.unsqueeze(-1) * y.to(torch.float32).unsqueeze(1))
 
 
 def _sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:

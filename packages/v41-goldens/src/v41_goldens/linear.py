@@ -64,8 +64,11 @@ def quantized_linear(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
 
 @_exchangeable
 def quantized_linear_fp32(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
-    """`quantized_linear` before its BF16 rounding: the FP32 partial `[..., N]` of a tensor-parallel output."""
-    return _quantized(x, w)
+    """`quantized_linear` before its BF16 rounding: the FP32 partial `[..., N]` of a tensor-parallel output.
+
+    Fast weights have rounded already.
+    """
+    return _quantized(x, w).to(torch.float32)
 
 
 def _quantized(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
@@ -73,13 +76,13 @@ def _quantized(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
 
 
 def dequantized_linear(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
-    """FP32 dot products `[..., N]` of rows that are already quantised and dequantised, `[..., K]`, with `w`.
+    """BF16 dot products `[..., N]` of rows that are already quantised and dequantised, `[..., K]`, with `w`.
 
-    What takes the place of `quantized_linear` takes this one's too, and rounds to BF16 as this one's callers do; such
-    rows are BF16 numbers that no quantisation changes any more.
+    What takes the place of `quantized_linear` takes this one's too; such rows are BF16 numbers that no quantisation
+    changes any more.
     """
     exchanged = _EXCHANGED.get().get(quantized_linear.__name__)
-    return w.dot(x) if exchanged is None else exchanged(x.to(torch.bfloat16), w).to(torch.float32)
+    return w.dot(x).to(torch.bfloat16) if exchanged is None else exchanged(x.to(torch.bfloat16), w)
 
 
 @_exchangeable

@@ -27,11 +27,10 @@ def combine(expert_rows: Tensor, expert_ids: Tensor, shared: Tensor) -> Tensor:
     """
     check_shapes("combine", expert_rows=expert_rows, expert_ids=expert_ids, shared=shared)
     ids, order = torch.sort(expert_ids, dim=1)
-    rows = torch.take_along_dim(expert_rows, order.unsqueeze(-1), dim=1).to(torch.float32)
-    rows = rows.masked_fill_((ids < 0).unsqueeze(-1), 0.0)
+    token = torch.arange(len(ids), device=ids.device)
     result = torch.zeros(shared.shape, dtype=torch.float32, device=shared.device)
-    for row in rows.unbind(1):
-        result += row
+    for place, inactive in zip(order.unbind(1), (ids < 0).unbind(1), strict=True):
+        result += expert_rows[token, place].masked_fill_(inactive.unsqueeze(-1), 0.0)
     return result.add_(shared).to(torch.bfloat16)
 
 

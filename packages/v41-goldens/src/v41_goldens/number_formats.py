@@ -8,6 +8,8 @@ read costs the same whatever its width.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -142,6 +144,14 @@ def e2m1_times_e8m0(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.fl
     Raises:
         OperandError: shapes that do not belong to each other, or another dtype.
     """
+    return e2m1_rows(packed, scale, dtype)(slice(None)).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def e2m1_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Callable[[slice], Tensor]:
+    """`e2m1_times_e8m0` of a slice of rows, for callers that take one after the other: scales are looked at once.
+
+    Operands and errors are those of `e2m1_times_e8m0`; rows are counted as if there were two dimensions, and come so.
+    """
     if dtype not in (torch.float32, torch.bfloat16):
         raise OperandError("e2m1_times_e8m0 dtype", dtype, "torch.float32 or torch.bfloat16")
     *rows, count = scale.shape or (0,)
@@ -149,13 +159,17 @@ def e2m1_times_e8m0(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.fl
     if not scale.dim() or packed.shape != (*rows, group // 2 * count):
         found = (tuple(packed.shape), tuple(scale.shape))
         raise OperandError("e2m1_times_e8m0 packed, scale", found, "[..., K/2] and [..., G], K/2 a multiple of G")
+    codes = _as_dtype(packed.contiguous(), torch.uint8, "e2m1_times_e8m0 packed").view(prod(rows), packed.shape[-1])
+    scale = scale.contiguous().view(prod(rows), count)
     if scale.numel() and group % 4 == 0 and _are_addable(scale):
-        codes = _as_dtype(packed.contiguous(), torch.uint8, "e2m1_times_e8m0 packed")
-        scale = scale.contiguous().view(torch.uint8)
-        values = _with_exponents_added(codes.view(-1, codes.shape[-1]), scale.view(-1, scale.shape[-1]))
-        return values.view(*codes.shape[:-1], -1).to(dtype)
-    groups = e2m1_decode(packed, dtype).view(*scale.shape, group)
-    return groups.mul_(e8m0_decode(scale).to(dtype).unsqueeze(-1)).flatten(-2)
+        steps = _exponent_steps(scale)
+        return lambda own: _with_exponents_added(codes[own], steps[own]).to(dtype)
+
+    def multiplied(own: slice) -> Tensor:
+        factors = e8m0_decode(scale[own]).to(dtype)
+        return e2m1_decode(codes[own], dtype).view(*factors.shape, group).mul_(factors.unsqueeze(-1)).flatten(-2)
+
+    return multiplied
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
@@ -205,14 +219,19 @@ def _are_addable(scale: Tensor) -> bool:
     return bool(smallest >= _ADDABLE_SCALES[0] and largest <= _ADDABLE_SCALES[1])
 
 
-def _with_exponents_added(codes: Tensor, scale: Tensor) -> Tensor:
-    """BF16 `[R, 2n]` of bytes `[R, n]` with two codes each and E8M0 bytes `[R, G]` within `_ADDABLE_SCALES`.
+def _exponent_steps(scale: Tensor) -> Tensor:
+    """INT16: what E8M0 codes within `_ADDABLE_SCALES` add to the bits of a marked BF16 number."""
+    exponents = scale.view(torch.uint8).to(torch.int16).sub_(_FP32_BIAS)
+    return exponents.bitwise_left_shift_(_BF16_MANTISSA_BITS).sub_(_NON_ZERO)
+
+
+def _with_exponents_added(codes: Tensor, steps: Tensor) -> Tensor:
+    """BF16 `[R, 2n]` of bytes `[R, n]` with two codes each and `_exponent_steps` `[R, G]`.
 
     In range, a product is a sum of exponents: an integer addition, three times as fast as BF16's multiplication. Zeros
     must stay zero, so all other values are marked in the table; the same addition takes the mark away.
     """
     pairs, table = _byte_pairs_of(codes), _e2m1_byte_pairs(codes.device, mark=_NON_ZERO)
-    steps = scale.to(torch.int16).sub_(_FP32_BIAS).bitwise_left_shift_(_BF16_MANTISSA_BITS).sub_(_NON_ZERO)
     rows = min(len(pairs), max(1, _CHUNK_ELEMENTS // (2 * codes.shape[1])))
     result = torch.empty(pairs.shape, dtype=torch.int64, device=codes.device)
     index = scratch(rows * pairs.shape[1], torch.int64, codes.device).view(rows, -1)
@@ -223,7 +242,7 @@ def _with_exponents_added(codes: Tensor, scale: Tensor) -> Tensor:
         torch.gather(table.expand(count, -1), 1, index[:count].copy_(pairs[start : start + rows]), out=own)
         values = own.view(torch.int16)
         torch.bitwise_and(values, _NON_ZERO, out=marked[:count])
-        grouped = (count, scale.shape[1], -1)
+        grouped = (count, steps.shape[1], -1)
         values.view(grouped).addcmul_(marked[:count].view(grouped), steps[start : start + rows].unsqueeze(-1))
     return result.view(torch.bfloat16)
 

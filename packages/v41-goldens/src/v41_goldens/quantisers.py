@@ -7,6 +7,7 @@ dequantises to NaN: nothing that is not finite becomes a finite number.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -69,14 +70,25 @@ def quantize_activation(x: Tensor) -> Quantized:
     groups, codes, scales = x.detach().reshape(-1, MX_GROUP), payload.view(-1, MX_GROUP), scale.view(-1)
     step = max(1, _CHUNK_ELEMENTS // MX_GROUP)
     buffers = scratch(2 * min(step, len(groups)) * MX_GROUP, torch.float32, x.device).view(2, -1, MX_GROUP)
+    scale_of_amax, inverse_of_amax = _activation_scales(x.device)
     for start in range(0, len(groups), step):
         chunk = slice(start, start + step)
         values, magnitudes = buffers[:, : len(groups[chunk])]
         amax = torch.abs(values.copy_(groups[chunk]), out=magnitudes).amax(-1)
-        scales[chunk] = pow2_ceil_e8m0(amax.clamp_min_(FP8_AMAX_FLOOR).mul_(_RECIPROCAL_E4M3_MAX))
+        bits = amax.view(torch.int32).bitwise_right_shift_(16).bitwise_and_(0x7FFF)
+        torch.index_select(scale_of_amax, 0, bits, out=scales[chunk])
         # No clamp: BF16 has no amax so little above 448 times a power of two that the product rounds down to it.
-        codes[chunk] = values.div_(e8m0_decode(scales[chunk]).unsqueeze(-1))
+        codes[chunk] = values.mul_(inverse_of_amax.index_select(0, bits).unsqueeze(-1))
     return Quantized(payload, scale.view(torch.float8_e8m0fnu))
+
+
+@functools.cache
+def _activation_scales(device: torch.device) -> tuple[Tensor, Tensor]:
+    """E8M0 codes and, FP32, one divided by what they mean, of all `[32768]` magnitudes that BF16 has, by their bits."""
+    with torch.inference_mode(False):  # tables of this mode could not be used outside of it
+        amax = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(torch.float32)
+        codes = pow2_ceil_e8m0(amax.clamp_min_(FP8_AMAX_FLOOR).mul_(_RECIPROCAL_E4M3_MAX))
+        return codes.to(device), e8m0_decode(codes).reciprocal_().to(device)
 
 
 def dequantize_activation(q: Quantized) -> Tensor:

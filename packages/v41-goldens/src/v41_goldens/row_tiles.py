@@ -1,4 +1,4 @@
-"""BF16 matrix products on tiles of a fixed size, so that a row's bits do not depend on the rows beside it.
+"""Matrix products on tiles of a fixed size, so that a row's bits do not depend on the rows beside it.
 
 A GEMM may choose another order of summation for another number of rows. Here it always gets `ROW_TILE` of them, the
 missing ones zero, and weight rows in chunks that only the weight's shape decides.
@@ -15,21 +15,21 @@ ROW_TILE = 32
 """Rows of every product: a GEMM is near its full speed there, and an expert's few rows are not padded too far."""
 
 _CHUNK_ELEMENTS = 1 << 20
-"""BF16 weight elements made at a time (2 MB): they stay in cache between dequantisation and product."""
+"""Weight elements made at a time (2 MB in BF16): they stay in cache between dequantisation and product."""
 
 
 @torch.no_grad()  # which results written in place cannot have
 def matmul(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
-    """`x @ W.T` with FP32 sums of BF16 operands, rounded to BF16.
+    """`x @ W.T` with FP32 sums, rounded to the operands' dtype.
 
     Args:
-        x: BF16 `[R, K]`.
+        x: BF16 or FP32 `[R, K]`.
         n: number of weight rows.
-        rows: gives rows `start:stop` of W, BF16 `[stop - start, K]`; both are multiples of 32, except that `stop`
-            may be `n`.
+        rows: gives rows `start:stop` of W, of the same dtype `[stop - start, K]`; both are multiples of 32, except
+            that `stop` may be `n`.
 
     Returns:
-        BF16 `[R, n]`.
+        `[R, n]` of that dtype.
     """
     count, k = x.shape
     tiles = pad_rows(x).unflatten(0, (-1, ROW_TILE))
@@ -42,6 +42,12 @@ def matmul(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
         for tile, part in zip(tiles, result, strict=True):
             torch.mm(w, tile.T, out=part[start:stop])
     return result.transpose(1, 2).flatten(0, 1)[:count]
+
+
+def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
+    """FP32 `[..., N]` of `x [..., K]` and `w [N, K]`, of any float dtype, summed in FP32."""
+    product = matmul(x.float().reshape(-1, x.shape[-1]), len(w), lambda start, stop: w[start:stop].float())
+    return product.view(*x.shape[:-1], len(w))
 
 
 def weight_rows_at_once(k: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,22 @@ from torch import Tensor
 
 from v41_config.model_config import MX_GROUP, ModelConfig
 from v41_goldens.errors import WeightError
-from v41_goldens.exact import dot_by_rows
-from v41_goldens.number_formats import E4M3_UNIT_IN_FP16, e2m1_times_e8m0, e4m3_decode, e4m3_in_fp16, e8m0_decode
+from v41_goldens.exact import dot_by_rows, dot_fp32
+from v41_goldens.number_formats import (
+    E4M3_UNIT_IN_FP16,
+    e2m1_rows,
+    e2m1_times_e8m0,
+    e4m3_decode,
+    e4m3_in_fp16,
+    e8m0_decode,
+)
 from v41_goldens.scratch import scratch
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
+
+RowDecoder = Callable[[int, int], Tensor]
+"""Gives rows `start:stop` of a weight, dequantised; they may be the thread's scratch, to be used at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +76,31 @@ class Fp8Weight:
 
         A product beyond it becomes infinite; BF16 loses bits below 2^-126.
         """
-        codes, scale = self.codes.contiguous(), e8m0_decode(self.scale)
-        values, factor = e4m3_in_fp16(codes), scale * E4M3_UNIT_IN_FP16
-        if values is None or factor.isinf().any():
-            values, factor = e4m3_decode(codes), scale
-        n, k = self.shape
-        if dtype == torch.float32:
-            result = torch.empty(n, k, device=codes.device)
-        else:
-            result = scratch(n * k, torch.float32, codes.device).view(n, k)
-        tiles = result.copy_(values).view(n // MX_GROUP, MX_GROUP, k)
-        return tiles.mul_(factor.repeat_interleave(MX_GROUP, dim=1).unsqueeze(1)).view(self.shape).to(dtype)
+        return self.decoder(dtype)(0, self.shape[0])
+
+    def decoder(self, dtype: torch.dtype = torch.float32) -> RowDecoder:
+        """`dequantize` for callers that take rows `start:stop`, multiples of 32, one after the other."""
+        codes, scale = self.codes.contiguous(), e8m0_decode(self.scale).repeat_interleave(MX_GROUP, dim=1)
+        factor = scale * E4M3_UNIT_IN_FP16
+        fp16_suffices = not factor.isinf().any()
+
+        def rows(start: int, stop: int) -> Tensor:
+            own = codes[start:stop]
+            values, factors = e4m3_in_fp16(own) if fp16_suffices else None, factor
+            if values is None:
+                values, factors = e4m3_decode(own), scale
+            if dtype == torch.float32:
+                result = torch.empty(own.shape, device=own.device)
+            else:
+                result = scratch(own.numel(), torch.float32, own.device).view(own.shape)
+            tiles = result.copy_(values).view(-1, MX_GROUP, own.shape[1])
+            return tiles.mul_(factors[start // MX_GROUP : stop // MX_GROUP].unsqueeze(1)).view(own.shape).to(dtype)
+
+        return rows
 
     def dot(self, x: Tensor) -> Tensor:
-        """FP32 dot products `[..., N]` of rows `x [..., K]` with this matrix, by E1."""
-        return dot_by_rows(x, self.shape[0], lambda start, stop: self.rows(start, stop).dequantize())
+        """Dot products `[..., N]` of rows `x [..., K]` with this matrix: FP32, by E1."""
+        return dot_by_rows(x, self.shape[0], self.decoder())
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +139,14 @@ class Fp4Weight:
         """
         return e2m1_times_e8m0(self.packed, self.scale, dtype)
 
+    def decoder(self, dtype: torch.dtype = torch.float32) -> RowDecoder:
+        """`dequantize` for callers that take rows `start:stop` one after the other."""
+        rows = e2m1_rows(self.packed, self.scale, dtype)
+        return lambda start, stop: rows(slice(start, stop))
+
     def dot(self, x: Tensor) -> Tensor:
-        """FP32 dot products `[..., N]` of rows `x [..., K]` with this matrix, by E1."""
-        return dot_by_rows(x, self.shape[0], lambda start, stop: self.rows(start, stop).dequantize())
+        """Dot products `[..., N]` of rows `x [..., K]` with this matrix: FP32, by E1."""
+        return dot_by_rows(x, self.shape[0], self.decoder())
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +166,10 @@ class HyperConnectionWeights:
             base=_take(tensors, f"{prefix}_base", torch.float32, (mixes,)),
             scale=_take(tensors, f"{prefix}_scale", torch.float32, (3,)),
         )
+
+    def project(self, streams: Tensor) -> Tensor:
+        """FP32 `[T, M]` of streams FP32 `[T, HC*D]`, by E1."""
+        return dot_fp32(streams, self.fn)
 
 
 @dataclass(frozen=True, eq=False)
