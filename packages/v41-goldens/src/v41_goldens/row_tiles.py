@@ -36,11 +36,12 @@ def matmul(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
     # Transposed: on a CPU the left operand of a product is read as it lies, the right one is packed first, each time.
     result = x.new_empty(len(tiles), n, ROW_TILE)
     step = weight_rows_at_once(k)
+    columns = tiles.transpose(1, 2).unbind()
     for start in range(0, n, step) if count else ():
         stop = min(start + step, n)
         w = rows(start, stop)
-        for tile, part in zip(tiles, result, strict=True):
-            torch.mm(w, tile.T, out=part[start:stop])
+        for tile, part in zip(columns, result[:, start:stop].unbind(), strict=True):
+            torch.mm(w, tile, out=part)
     return result.transpose(1, 2).flatten(0, 1)[:count]
 
 
