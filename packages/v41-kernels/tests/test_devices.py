@@ -95,6 +95,8 @@ def test_a_device_or_file_that_is_not_there(tmp_path: Path) -> None:
         (b"[" * 100_000, "JSON in UTF-8"),
         (b"[" + b"1" * 5000 + b"]", "JSON in UTF-8"),
         (b"\xff\xfe\x00", "JSON in UTF-8"),
+        ("[]".encode("utf-16"), "JSON in UTF-8"),
+        (b"\xef\xbb\xbf[]", "JSON in UTF-8"),
         (b'[{"name": "mine", "name": "yours"}]', "name: expected it once, found the key twice"),
         (b" " * (2 << 20), "at most 1048576 bytes"),
     ],

@@ -342,6 +342,8 @@ def test_files_without_engram_carry_no_notice(tiny_directory: Path, requests_fil
     [
         ("", r"requests\.json: expected JSON in UTF-8, found Expecting value"),
         ("\xff", r"requests\.json: expected JSON in UTF-8"),
+        ('\xef\xbb\xbf{"requests": [[1]]}', r"requests\.json: expected JSON in UTF-8"),
+        ("\0".join('{"requests": [[1]]}') + "\0", r"requests\.json: expected JSON in UTF-8"),
         ("[" * 100000, r"requests\.json: expected JSON in UTF-8"),
         ("[[1]]", r'requests\.json: expected {"requests": \[\[token ids\] or "text", \.\.\.\]}, found \[\[1\]\]'),
         ('{"requests": []}', r"requests\.json requests: expected at least one entry"),

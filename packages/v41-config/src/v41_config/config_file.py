@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from v41_config.bounded_file import read_bounded
 from v41_config.errors import ConfigError
 from v41_config.inference_json import inference_fields, is_inference_json
-from v41_config.json_keys import unique_object
+from v41_config.json_keys import read_json
 from v41_config.model_config import ModelConfig
 from v41_config.released_json import released_fields
 
@@ -33,11 +30,7 @@ def read_config_file(path: Path) -> ModelConfig:
 
 
 def _load_object(path: Path) -> dict[str, Any]:
-    content = read_bounded(path, MAX_CONFIG_BYTES, "config.json", ConfigError)
-    try:
-        data = json.loads(content.decode("utf-8"), object_pairs_hook=partial(unique_object, error=_of_repeated_key))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(str(path), str(error), "a JSON file") from error
+    data = read_json(path, MAX_CONFIG_BYTES, "config.json", ConfigError, "a JSON file", _of_repeated_key)
     if not isinstance(data, dict):
         raise ConfigError(str(path), type(data).__name__, "a JSON object")
     return data

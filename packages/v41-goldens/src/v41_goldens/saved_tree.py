@@ -7,13 +7,11 @@ known from the operator's contract before anything is read, and every file has t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from v41_config import BoundOperator, CountSpec, ModelConfig, OperatorSpec, ParallelLayout, find_operator
-from v41_config.bounded_file import read_bounded
-from v41_config.json_keys import unique_object
+from v41_config.json_keys import read_json
 from v41_goldens.errors import TreeError
 
 FORMAT_VERSION = 1
@@ -167,21 +164,13 @@ def _counts(spec: OperatorSpec) -> list[str]:
 
 def _read_manifest(place: Path) -> _Manifest:
     path = _inside(place, MANIFEST)
-
-    def repeated(key: str) -> TreeError:
-        return TreeError(f"{path}: {key}", "the key twice", "it once")
-
-    content = read_bounded(path, _MANIFEST_LIMIT, "manifest of a saved tree", TreeError)
+    content = read_json(path, _MANIFEST_LIMIT, "manifest of a saved tree", TreeError)
     try:
-        return _Manifest.model_validate(
-            json.loads(content.decode("utf-8"), object_pairs_hook=partial(unique_object, error=repeated))
-        )
+        return _Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise TreeError(f"{path}: {where}", first.get("input"), first["msg"]) from None
-    except (ValueError, RecursionError) as error:
-        raise TreeError(str(path), str(error), "JSON in UTF-8") from None
 
 
 def _inside(place: Path, name: str) -> Path:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from v41_config.bounded_file import read_bounded
-from v41_config.json_keys import unique_object
+from v41_config.json_keys import read_json
 from v41_kernels.errors import DeviceError
 from v41_kernels.operator_work import Work
 
@@ -46,8 +43,8 @@ class Device:
 
 def built_in_devices() -> dict[str, Device]:
     """The descriptions that come with this package, by name."""
-    content = importlib.resources.files("v41_kernels").joinpath("devices.json").read_bytes()
-    return {device.name: device for device in _devices("devices.json", content)}
+    with importlib.resources.as_file(importlib.resources.files("v41_kernels").joinpath("devices.json")) as file:
+        return {device.name: device for device in _devices(file)}
 
 
 def known_devices(file: Path | None = None) -> dict[str, Device]:
@@ -57,8 +54,7 @@ def known_devices(file: Path | None = None) -> dict[str, Device]:
     """
     known = built_in_devices()
     if file is not None:
-        content = read_bounded(file, _MAX_FILE_BYTES, "file of devices", DeviceError)
-        known |= {device.name: device for device in _devices(str(file), content)}
+        known |= {device.name: device for device in _devices(file)}
     return known
 
 
@@ -73,20 +69,14 @@ def find_device(name: str, file: Path | None = None) -> Device:
     return known[name]
 
 
-def _devices(where: str, content: bytes) -> list[Device]:
-    def repeated(key: str) -> DeviceError:
-        return DeviceError(f"{where}: {key}", "the key twice", "it once")
-
-    try:
-        entries = json.loads(content, object_pairs_hook=partial(unique_object, error=repeated))
-    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
-        raise DeviceError(where, str(error), "JSON in UTF-8") from None
+def _devices(file: Path) -> list[Device]:
+    entries = read_json(file, _MAX_FILE_BYTES, "file of devices", DeviceError)
     if not isinstance(entries, list):
-        raise DeviceError(where, type(entries).__name__, "a list of devices")
-    devices = [_device(f"{where}[{number}]", entry) for number, entry in enumerate(entries)]
+        raise DeviceError(str(file), type(entries).__name__, "a list of devices")
+    devices = [_device(f"{file}[{number}]", entry) for number, entry in enumerate(entries)]
     for number, device in enumerate(devices):
         if any(device.name == other.name for other in devices[:number]):
-            raise DeviceError(f"{where}[{number}].name", device.name, "a name that no device before it has")
+            raise DeviceError(f"{file}[{number}].name", device.name, "a name that no device before it has")
     return devices
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from v41_config.bounded_file import read_bounded
-from v41_config.json_keys import unique_object
+from v41_config.json_keys import read_json
 from v41_model.errors import RequestError
 
 __all__ = ["Prompt", "read_request_file"]
@@ -55,11 +52,7 @@ def read_request_file(path: Path) -> list[Prompt]:
     def repeated(key: str) -> RequestError:
         return RequestError(f"{path} {key}", "the key twice", "it once")
 
-    written = read_bounded(path, MAX_FILE_BYTES, "file of requests", RequestError)
-    try:
-        content = json.loads(written, object_pairs_hook=partial(unique_object, error=repeated))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(str(path), str(error), "JSON in UTF-8") from error
+    content = read_json(path, MAX_FILE_BYTES, "file of requests", RequestError, repeated=repeated)
     try:
         entries = _RequestFile.model_validate(content).requests
     except ValidationError as error:
