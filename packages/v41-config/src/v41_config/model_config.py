@@ -32,6 +32,7 @@ from v41_config.config_bounds import (
 )
 from v41_config.errors import ConfigError
 from v41_config.layer_plan import LayerConfig, attention_mode
+from v41_config.validation_words import first_refusal
 
 if TYPE_CHECKING:
     from v41_config.parallel_layout import ParallelLayout
@@ -185,7 +186,7 @@ class ModelConfig(_Group):
         try:
             config = handler(data)
         except ValidationError as error:
-            raise _typed_error(error) from None
+            raise ConfigError(*first_refusal(error, "config")) from None
         _check_consistency(config)
         return config
 
@@ -270,19 +271,6 @@ class ModelConfig(_Group):
     def hc_mixes(self) -> int:
         """Rows of an `hc_*_fn` matrix: pre, post and the square mix."""
         return (2 + self.hc_mult) * self.hc_mult
-
-
-def _typed_error(error: ValidationError) -> ConfigError:
-    """The first complaint of pydantic, in our words where pydantic's would read badly after "expected"."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"])) or "config"
-    if first["type"] == "missing":
-        return ConfigError(where, None, "a value")
-    if first["type"] == "extra_forbidden":
-        return ConfigError(where, first["input"], "no such field")
-    return ConfigError(
-        where, first["input"], first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    )
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from v41_config import BoundOperator, CountSpec, ModelConfig, OperatorSpec, ParallelLayout, find_operator
 from v41_config.json_keys import read_json
+from v41_config.validation_words import first_refusal
 from v41_goldens.errors import TreeError
 
 FORMAT_VERSION = 1
@@ -168,9 +169,8 @@ def _read_manifest(place: Path) -> _Manifest:
     try:
         return _Manifest.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise TreeError(f"{path}: {where}", first.get("input"), first["msg"]) from None
+        where, found, expected = first_refusal(error, "the file")
+        raise TreeError(f"{path}: {where}", found, expected) from None
 
 
 def _inside(place: Path, name: str) -> Path:

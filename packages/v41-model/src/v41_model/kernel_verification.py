@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from v41_config import PRESETS, ModelConfig, OperatorError, ParallelLayout
 from v41_config.bounded_file import read_bounded
 from v41_config.user_cache import user_cache_directory
+from v41_config.validation_words import first_refusal
 from v41_goldens.fixtures import FixtureCase
 from v41_goldens.fixtures.batch import Phase
 from v41_model.atomic_file import atomic_file
@@ -153,9 +154,8 @@ class VerdictStore:
         try:
             entries = _RESULTS.validate_json(read_bounded(self._file, _MAX_STORE_BYTES, "file of verdicts", CacheError))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
-            raise CacheError(f"{self._file}: {place}", first["input"], f"{first['msg']}; {_REMOVE}") from None
+            where, found, expected = first_refusal(error, "the file")
+            raise CacheError(f"{self._file}: {where}", found, f"{expected}; {_REMOVE}") from None
         for result in entries:
             if not result.accepted:
                 raise CacheError(f"{self._file}: {result.operator}", "a refusal", f"what was accepted; {_REMOVE}")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from v41_config.validation_words import first_refusal
 from v41_loader.digests import DigestAlgorithm
 from v41_loader.errors import CheckpointNotFoundError, ManifestError
 from v41_loader.source_files import read_document
@@ -115,6 +116,5 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ManifestError(f"{MANIFEST_FILE}: {where}", first["input"], first["msg"]) from None
+        where, found, expected = first_refusal(error, "the file")
+        raise ManifestError(f"{MANIFEST_FILE}: {where}", found, expected) from None
