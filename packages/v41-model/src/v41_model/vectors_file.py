@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from v41_config import LayerConfig, ModelConfig
+from v41_config.bounded_file import require_regular
 from v41_goldens.capture import layer_key
 from v41_model.errors import VectorsError
 from v41_model.tensor_report import INTEGERS
@@ -55,8 +56,7 @@ def read_vectors(path: Path, config: ModelConfig, request: int | None = None) ->
 
     Errors: `VectorsError`, naming the file's tensor.
     """
-    if path.exists() and not path.is_file():
-        raise VectorsError(str(path), "a directory or device", "a regular file")
+    require_regular(path, VectorsError)
     try:
         with safe_open(path, framework="pt") as file:
             chosen = _chosen_keys(file.keys(), request)
