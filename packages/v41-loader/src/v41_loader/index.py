@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from v41_loader.errors import AmbiguousCheckpointError, CheckpointNotFoundError, IndexSchemaError
-from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.source_files import read_document, require_plain_name, source_exists
 from v41_loader.strict_json import parse_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MANIFEST_FILE = "manifest.json"
+"""Of a directory of shards, which has neither of the others."""
 
 
 def shard_file(shard: int, shards: int) -> str:

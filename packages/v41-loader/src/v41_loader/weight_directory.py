@@ -6,9 +6,8 @@ from pathlib import Path
 
 from v41_loader.checkpoint import Checkpoint, open_checkpoint
 from v41_loader.errors import AmbiguousCheckpointError, EngramCheckpointError
-from v41_loader.index import INDEX_FILE, SINGLE_FILE
+from v41_loader.index import INDEX_FILE, MANIFEST_FILE, SINGLE_FILE
 from v41_loader.inventory import NOT_COMPARABLE
-from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.sharded_checkpoint import ShardedCheckpoint, open_shards
 from v41_loader.source_files import source_exists
 

@@ -11,10 +11,10 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from v41_config.validation_words import first_refusal
 from v41_loader.digests import DigestAlgorithm
 from v41_loader.errors import CheckpointNotFoundError, ManifestError
+from v41_loader.index import MANIFEST_FILE
 from v41_loader.source_files import read_document
 from v41_loader.strict_json import parse_json_object
 
-MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION: Literal[1] = 1
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

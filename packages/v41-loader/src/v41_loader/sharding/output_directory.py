@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from v41_loader.errors import CheckpointError, DiskFullError, OutputConflictError, OutputWriteError
+from v41_loader.index import MANIFEST_FILE
 from v41_loader.inventory import CONFIG_FILE
-from v41_loader.sharding.manifest import MANIFEST_FILE, Manifest, read_manifest
+from v41_loader.sharding.manifest import Manifest, read_manifest
 from v41_loader.sharding.output_files import replace_document, sync_directory, write_errors
 from v41_loader.sharding.rank_contents import RankContents, rank_file
 from v41_loader.source_files import open_source, read_document, read_span

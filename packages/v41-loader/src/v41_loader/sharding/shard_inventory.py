@@ -22,10 +22,11 @@ from v41_loader.errors import (
 )
 from v41_loader.header import read_header
 from v41_loader.header_entries import TensorEntry
+from v41_loader.index import MANIFEST_FILE
 from v41_loader.inventory import CONFIG_FILE, read_config
 from v41_loader.layouts import get_layout
 from v41_loader.rules import RULES_VERSION
-from v41_loader.sharding.manifest import MANIFEST_FILE, Manifest, PartDigests, read_manifest
+from v41_loader.sharding.manifest import Manifest, PartDigests, read_manifest
 from v41_loader.sharding.rank_contents import RankContents, rank_contents, rank_file
 from v41_loader.source_files import SourceFile, open_source, read_span, reopen_source
 

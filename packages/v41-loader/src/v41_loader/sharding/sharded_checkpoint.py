@@ -18,8 +18,8 @@ from v41_loader.digests import new_digest
 from v41_loader.errors import DigestMismatchError, MissingRankError, ShardingError, UnknownTensorError
 from v41_loader.finite_codes import require_finite
 from v41_loader.header_entries import TensorEntry
+from v41_loader.index import MANIFEST_FILE
 from v41_loader.rank_loading import RankRead
-from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.rank_contents import StoredPart, rank_file
 from v41_loader.sharding.shard_inventory import ShardInventory, read_shard_inventory
 from v41_loader.source_files import read_into, reopen_source, require_unchanged

@@ -12,13 +12,13 @@ from v41_loader.bounded_jobs import thread_count
 from v41_loader.digests import DigestAlgorithm, digest_of
 from v41_loader.errors import DigestMismatchError, OutputConflictError, SourceChangedError
 from v41_loader.garbage_collection import collection_paused
+from v41_loader.index import MANIFEST_FILE
 from v41_loader.inventory import GroupTotal, Inventory, skipped_groups
 from v41_loader.layouts import get_layout
 from v41_loader.partition import checked_ranks
 from v41_loader.rules import RULES_VERSION
 from v41_loader.sharding.journal import RunIdentity
 from v41_loader.sharding.manifest import (
-    MANIFEST_FILE,
     MANIFEST_VERSION,
     Manifest,
     PartDigests,

@@ -13,10 +13,10 @@ from v41_loader.digests import new_digest
 from v41_loader.errors import DigestMismatchError, ManifestError, MissingRankError, WeightLayoutError
 from v41_loader.finite_codes import require_finite
 from v41_loader.garbage_collection import collection_paused
+from v41_loader.index import MANIFEST_FILE
 from v41_loader.inventory import CONFIG_FILE, GroupTotal, Inventory, skipped_groups
 from v41_loader.rules import DTYPE_BYTES
 from v41_loader.sharding.coverage import require_scale_pairing, require_union
-from v41_loader.sharding.manifest import MANIFEST_FILE
 from v41_loader.sharding.output_directory import RANK_FILES
 from v41_loader.sharding.part_blocks import BLOCK_BYTES, BlockBuffers
 from v41_loader.sharding.rank_contents import GroupContents, StoredPart
