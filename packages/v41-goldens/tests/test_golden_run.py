@@ -109,7 +109,7 @@ def test_list_names_every_golden(capsys: pytest.CaptureFixture[str]) -> None:
         (["rms_norm", "--seed", "-1"], "seed: expected 0 to 18446744073709551615, found -1"),
         (["rms_norm", "--seed", "1" * 40], "seed: expected 0 to"),
         (["q_proj_rope", "--tp", "3"], "expected"),
-        (["forward", "--save-data", "x"], "--save-data: expected an operator"),
+        (["forward", "--save-data", "x"], "--save-data: expected an operator: a composition has none, found 'forward'"),
         (["forward", "--tp", "4"], "--tp, --dp: expected one rank"),
         (["rms_norm", "--golden-data", "nowhere"], "manifest.json: expected"),
         (

@@ -100,8 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     epochs = arguments.epochs if arguments.epochs is not None else 3 if dp_tokens else 2
     shown = f"{name}: {_described(arguments, case)}"
     if name in COMPOSITIONS:
-        for option in _given(arguments, _NO_COMPOSITIONS):
-            raise OperandError(_written(option), name, "an operator: a composition has none")
+        _refuse_given(arguments, _NO_COMPOSITIONS, "an operator: a composition has none", found=name)
         if case.layout.world_size > 1:
             raise OperandError("--tp, --dp", case.layout, "one rank: a composition is the model in one process")
         result = COMPOSITIONS[name].validate(case)
@@ -138,13 +137,14 @@ def _name_and_phase(name: str, phase: Phase | None, others: Sequence[str]) -> tu
     return name, chosen
 
 
-def _given(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
-    """Those of some options that are not at their defaults."""
-    return [name for name, plain in defaults.items() if getattr(arguments, name) != plain]
-
-
-def _written(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
+def _refuse_given(
+    arguments: argparse.Namespace, defaults: Mapping[str, object], expected: str, found: str | None = None
+) -> None:
+    """Refuse the first of some options that is not at its default, with `found` in place of its value."""
+    for option, plain in defaults.items():
+        value = getattr(arguments, option)
+        if value != plain:
+            raise OperandError(f"--{option.replace('_', '-')}", found or value, expected)
 
 
 def _described(arguments: argparse.Namespace, case: FixtureCase) -> str:
@@ -154,9 +154,7 @@ def _described(arguments: argparse.Namespace, case: FixtureCase) -> str:
         OperandError: an option that a saved tree has decided is given beside one.
     """
     if arguments.golden_data is not None:
-        for option in _given(arguments, _SAVED):
-            value = getattr(arguments, option)
-            raise OperandError(_written(option), value, "nothing beside --golden-data, whose tree has its own")
+        _refuse_given(arguments, _SAVED, "nothing beside --golden-data, whose tree has its own")
         return f"{case.phase}, {arguments.preset}, operands saved in {arguments.golden_data}"
     layout = case.layout
     active = "+".join(str(case.active(dp_rank)) for dp_rank in range(layout.dp)) if case.dp_tokens else case.active(0)
