@@ -347,3 +347,8 @@ def test_a_pipe_is_no_vectors_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(VectorsError, match="expected a regular file"):
         read_vectors(tmp_path / "pipe", TINY)
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(VectorsError, match="expected a readable safetensors file, found"):
+        read_vectors(tmp_path / ("x" * 300), TINY)

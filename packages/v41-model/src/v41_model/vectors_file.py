@@ -56,8 +56,8 @@ def read_vectors(path: Path, config: ModelConfig, request: int | None = None) ->
 
     Errors: `VectorsError`, naming the file's tensor.
     """
-    require_regular(path, VectorsError)
     try:
+        require_regular(path, VectorsError)
         with safe_open(path, framework="pt") as file:
             chosen = _chosen_keys(file.keys(), request)
             tensors = {name: file.get_tensor(key) for name, key in chosen.items()}
