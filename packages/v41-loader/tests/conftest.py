@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,28 @@ TINY_SEED = 4105
 SMALL_LAYOUT = ParallelLayout(2, 2)
 HeaderTensor = tuple[str, str, tuple[int, ...]]
 """Name, safetensors dtype and shape."""
+
+# The high-water mark of this process image; `ru_maxrss` would begin with that of the process that started it.
+PEAK = """
+from pathlib import Path
+
+def peak():
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
+"""
+
+
+@pytest.fixture(scope="session")
+def run_measured() -> Callable[..., list[int]]:
+    """Runs a program that has `peak()`, the most bytes that it had so far, with arguments; gives the numbers that it
+    prints."""
+
+    def run(program: str, *arguments: str) -> list[int]:
+        command = [sys.executable, "-c", PEAK + program, *arguments]
+        found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
+        return [int(value) for value in found.stdout.split()]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -220,15 +218,10 @@ def test_shards_of_an_engram_checkpoint_need_the_same_consent(
 
 MEASURE = """
 import sys
-from pathlib import Path
 import torch, v41_loader.cli
 from v41_config import ParallelLayout
 from v41_loader import load_rank, open_weights
 torch.zeros(8, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-
-def peak():
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) << 10
 
 source, budget, keep = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "keep"
 weights = open_weights(source)
@@ -243,7 +236,11 @@ print(peak() - before, total, largest)
 
 @pytest.mark.parametrize("stored", ["checkpoint", "shards"])
 def test_memory_is_the_budget_and_a_tensor(
-    write_headers: Callable[..., Path], tensors_of: Callable[..., dict[str, object]], tmp_path: Path, stored: str
+    write_headers: Callable[..., Path],
+    tensors_of: Callable[..., dict[str, object]],
+    run_measured: Callable[..., list[int]],
+    tmp_path: Path,
+    stored: str,
 ) -> None:
     """Measured: a caller that hands tensors on needs the budget, one that keeps them all of them."""
     config = FLASH.scaled(hidden_size=1024, num_hidden_layers=6, vocab_size=1024, moe_intermediate_size=1024,
@@ -254,9 +251,7 @@ def test_memory_is_the_budget_and_a_tensor(
         source = tmp_path / "shards"
 
     def measured(keep: str) -> list[int]:
-        command = [sys.executable, "-c", MEASURE, str(source), str(8 * MIB), keep]
-        found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
-        return [int(value) for value in found.stdout.split()]
+        return run_measured(MEASURE, str(source), str(8 * MIB), keep)
 
     peak, total, largest = measured("hand on")
     bound = 8 * MIB + 2 * largest + 24 * MIB

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,18 +12,13 @@ from v41_config import FLASH, FLASH6, ModelConfig, ParallelLayout
 from v41_loader import expected_tensors, plan_shards, read_inventory, synthesize_headers
 
 MIB = 1 << 20
+Peaks = Callable[..., list[int]]
 
-# The high-water mark of this process image; `ru_maxrss` would begin with that of the process that started it.
 MEASURE = """
 import sys
-from pathlib import Path
 import numpy, v41_loader.cli
 from v41_config import ParallelLayout
 from v41_loader import read_inventory, shard_checkpoint, verify_shards
-
-def peak():
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) << 10
 
 source, out, weight_layout, ranks, action = sys.argv[1:]
 after_imports = peak()
@@ -47,11 +40,14 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def peaks(source: Path, out: Path, weight_layout: str, ranks: list[int] | None, action: str = "stream") -> list[int]:
+@pytest.fixture
+def peaks(run_measured: Callable[..., list[int]]) -> Peaks:
     """Bytes above those after imports, once sharded and once verified too."""
-    command = [sys.executable, "-c", MEASURE, str(source), str(out), weight_layout, str(ranks), action]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
-    return [int(value) for value in found.stdout.split()]
+
+    def run(source: Path, out: Path, layout: str, ranks: list[int] | None, action: str = "stream") -> list[int]:
+        return run_measured(MEASURE, str(source), str(out), layout, str(ranks), action)
+
+    return run
 
 
 def sizes(config: ModelConfig) -> tuple[int, int]:
@@ -62,7 +58,11 @@ def sizes(config: ModelConfig) -> tuple[int, int]:
 
 @pytest.mark.parametrize("weight_layout", ["canonical", "device"])
 def test_memory_is_far_below_the_checkpoint(
-    write_headers: Callable[..., Path], tensors_of: Callable[..., dict[str, object]], scratch: Path, weight_layout: str
+    write_headers: Callable[..., Path],
+    tensors_of: Callable[..., dict[str, object]],
+    peaks: Peaks,
+    scratch: Path,
+    weight_layout: str,
 ) -> None:
     config = FLASH.scaled(hidden_size=1024, num_hidden_layers=6, vocab_size=1024, moe_intermediate_size=1024,
                           n_routed_experts=16, num_experts_per_tok=2, num_attention_heads=16, o_groups=8)  # fmt: skip
@@ -78,7 +78,11 @@ def test_memory_is_far_below_the_checkpoint(
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_layout", ["canonical", "device"])
 def test_memory_with_the_released_dimensions(
-    write_headers: Callable[..., Path], tensors_of: Callable[..., dict[str, object]], scratch: Path, weight_layout: str
+    write_headers: Callable[..., Path],
+    tensors_of: Callable[..., dict[str, object]],
+    peaks: Peaks,
+    scratch: Path,
+    weight_layout: str,
 ) -> None:
     """Four TP ranks of six layers."""
     source = write_headers(FLASH6, tensors_of(FLASH6).values())
@@ -97,7 +101,7 @@ NARROW = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_layout", ["canonical", "device"])
-def test_memory_with_the_released_number_of_tensors(scratch: Path, weight_layout: str) -> None:
+def test_memory_with_the_released_number_of_tensors(peaks: Peaks, scratch: Path, weight_layout: str) -> None:
     """93,406 tensors of 1.7 GB for eight ranks: what is kept of each, and the plan's bound for it, which is below the
     limit whatever the largest tensor."""
     config = ModelConfig.model_validate({f: getattr(FLASH, f) for f in ModelConfig.model_fields} | NARROW)
