@@ -21,6 +21,7 @@ from v41_goldens.judges import assert_equal_bits
 from v41_goldens.number_formats import (
     e2m1_decode,
     e2m1_encode,
+    e2m1_rows,
     e2m1_times_e8m0,
     e4m3_decode,
     e4m3_encode,
@@ -320,6 +321,9 @@ def test_one_row_of_odd_stride_and_no_row_are_decoded(scale: int) -> None:
     assert_equal_bits(e2m1_decode(row), e2m1_decode(row.flatten()).unsqueeze(0), "odd stride, decoded")
     assert e2m1_times_e8m0(row[:, :0], scales[:, :0]).shape == (1, 0)
     assert e2m1_times_e8m0(row[:0], scales[:0]).shape == (0, 64)
+    assert e2m1_times_e8m0(row[:, :0], scales).shape == (1, 0)
+    for rows in (slice(0, 0), slice(1, 1), slice(5, 9)):
+        assert e2m1_rows(row, scales)(rows).shape == (0, 64)
 
 
 @settings(deadline=None)

@@ -139,6 +139,35 @@ def test_every_scale_doubles_one_ulp_above_its_largest_amax(
     assert codes[0, 1:].tolist() == [127 + int(k[0]), 128 + int(k[0])]
 
 
+@pytest.mark.parametrize("beside", ["nothing", "the same", "anything smaller", "subnormals"])
+def test_every_bf16_number_as_the_largest_of_an_activation_group(beside: str) -> None:
+    """Scale and codes against the formula with its division, in FP32, for all 65536 bit patterns."""
+    largest = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    generator = torch.Generator().manual_seed(8)
+    x = torch.zeros(len(largest), 32, dtype=torch.bfloat16)
+    if beside == "the same":
+        x.copy_(largest.unsqueeze(1))
+    elif beside == "anything smaller":
+        x = (largest.nan_to_num().unsqueeze(1) * (2 * torch.rand(x.shape, generator=generator) - 1)).bfloat16()
+    elif beside == "subnormals":
+        x = torch.randint(0, 1 << 7, x.shape, generator=generator).to(torch.int16).view(torch.bfloat16)
+    x[:, 21] = largest
+    values = x.float()
+    wanted = values.abs().amax(1).clamp_min(1e-4) * float(np.float32(1 / 448))
+    mantissa, exponent = torch.frexp(wanted)  # 0.5 to 1, exclusively
+    power = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = torch.where(wanted.isfinite(), 2.0 ** power.double(), torch.nan).float()
+    expected = (values / scale.unsqueeze(1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    found = quantize_activation(x)
+    finite = wanted.isfinite()
+    assert finite.sum() == 2 * 0x7F80
+    assert torch.equal(found.scale.view(torch.uint8).flatten()[finite].int(), power[finite] + 127)
+    assert (found.scale.view(torch.uint8).flatten()[~finite] == 255).all()
+    assert_equal_bits(found.payload[finite].view(torch.uint8), expected[finite].view(torch.uint8), "codes")
+    assert found.payload[~finite].float().isnan().all()
+
+
 @pytest.mark.parametrize(("quantize", "dequantize"), QUANTISERS)
 def test_dequantize_is_code_times_scale_exactly(
     quantize: Callable[[Tensor], Quantized], dequantize: Callable[[Quantized], Tensor]

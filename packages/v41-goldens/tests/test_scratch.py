@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from v41_goldens import exact, number_formats, quantisers
 from v41_goldens import scratch as scratch_module
+from v41_goldens.embedding import embedded_partial
 from v41_goldens.judges import assert_equal_bits
+from v41_goldens.number_formats import e2m1_decode
 from v41_goldens.quantisers import quantize_activation
 from v41_goldens.scratch import scratch
 from v41_goldens.weights import Fp4Weight, Fp8Weight
@@ -29,7 +32,7 @@ def decoded(seed: int, rows: int) -> list[Tensor]:
     scale = torch.randint(100, 140, (rows, 2), dtype=torch.uint8, generator=generator).view(torch.float8_e8m0fnu)
     fp4 = Fp4Weight(codes[:, :32].contiguous().view(torch.int8), scale)
     fp8 = Fp8Weight(codes.view(torch.float8_e4m3fn), scale[::32].contiguous())
-    x = torch.randn(rows, 64, generator=generator).bfloat16()
+    x = torch.randn(rows, 64, generator=generator, dtype=torch.float32).bfloat16()
     numbers = [w.dequantize(dtype) for w in (fp4, fp8) for dtype in (torch.float32, torch.bfloat16)]
     return [*numbers, *(part.view(torch.uint8) for part in quantize_activation(x))]
 
@@ -63,6 +66,51 @@ def test_results_do_not_change_with_later_calls() -> None:
     decoded(2, 96)
     for found, expected in zip(results, copies, strict=True):
         assert_equal_bits(found, expected, "kept result")
+
+
+def test_the_default_device_is_not_asked() -> None:
+    """Models are often made on "meta" first; what is kept and every table would be of no use ever after."""
+    expected = decoded(3, 64)
+    for table in (number_formats._e2m1_byte_pairs, quantisers._activation_scales):
+        table.cache_clear()
+    scratch_module._KEPT.tensors.clear()
+    x, codes = expected[1], expected[-2]
+    with torch.device("meta"):
+        inside = [e2m1_decode(codes), *quantize_activation(x), scratch(100, torch.int16, CPU)]
+    assert not any(part.is_meta for part in inside)
+    for found, wanted in zip(decoded(3, 64), expected, strict=True):
+        assert_equal_bits(found, wanted, "afterwards")
+
+
+def test_the_first_call_of_a_function_is_on_the_cpu_whatever_the_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = set[str]()
+    monkeypatch.setattr(exact, "_FUNCTIONS", (lambda x: devices.add(x.device.type),))
+    exact.warm_up.cache_clear()
+    with torch.device("meta"):
+        exact.warm_up()
+    exact.warm_up.cache_clear()
+    assert devices == {"cpu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_not_asked(dtype: torch.dtype) -> None:
+    def numbers() -> list[Tensor]:
+        tiny = torch.zeros(32, 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 2^-127: nothing to FP16
+        fp8 = Fp8Weight(torch.full((32, 32), 56, dtype=torch.uint8).view(torch.float8_e4m3fn), tiny[:1, :1])
+        nobody = embedded_partial(torch.tensor([3]), torch.zeros(0, 8, dtype=torch.bfloat16), 0, 5)
+        return [*decoded(4, 64), fp8.dequantize(), fp8.dequantize(torch.bfloat16), nobody]
+
+    expected = numbers()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = numbers()
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, expected, strict=True):
+        assert_equal_bits(one, other, f"default {dtype}")
 
 
 def test_threads_have_their_own() -> None:

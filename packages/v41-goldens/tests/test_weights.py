@@ -238,3 +238,23 @@ def test_a_part_of_a_tile_is_refused() -> None:
     for part in (w.rows, w.columns):
         with pytest.raises(WeightError, match=r"expected multiples of 32, found \(16, 48\)"):
             part(16, 48)
+    with pytest.raises(WeightError, match=r"Fp8Weight decoder: expected multiples of 32, found \(16, 48\)"):
+        w.decoder()(16, 48)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0, 127, 254])
+def test_rows_decoded_one_after_the_other_are_those_of_the_whole(dtype: torch.dtype, scale: int) -> None:
+    """None of them as well, and of a matrix without columns; FP4's also where tiles would end."""
+    codes, scales = random_bytes(3, 96, 64) & 0x7E, torch.full((96, 4), scale, dtype=torch.uint8)
+    e8m0 = scales.view(torch.float8_e8m0fnu)
+    fp8 = Fp8Weight(codes.view(torch.float8_e4m3fn), e8m0[:3, :2])
+    fp4 = Fp4Weight(codes.view(torch.int8), e8m0)
+    cuts = [(0, 0), (0, 32), (32, 96), (96, 96)]
+    for weight, bounds in ((fp8, cuts), (fp4, [*cuts, (3, 50), (95, 96)])):
+        whole, rows = weight.dequantize(dtype), weight.decoder(dtype)
+        kept = whole.clone()
+        for start, stop in bounds:
+            assert_equal_bits(rows(start, stop), kept[start:stop], f"rows {start} to {stop}")
+        assert_equal_bits(whole, kept, "what was decoded before")
+    assert fp8.columns(32, 32).dequantize(dtype).shape == (96, 0)

@@ -24,6 +24,6 @@ def embedded_partial(token_ids: Tensor, table: Tensor, vocab_start: int, vocab_s
     local = token_ids.long() - vocab_start
     mine = (local >= 0) & (local < len(table))
     if not len(table):
-        return torch.full((len(token_ids), table.shape[1]), -0.0, device=table.device)
+        return torch.full((len(token_ids), table.shape[1]), -0.0, dtype=torch.float32, device=table.device)
     rows = table[torch.where(mine, local, 0)].to(torch.float32)
     return rows.masked_fill_(~mine.unsqueeze(-1), -0.0)

@@ -156,7 +156,7 @@ def warm_up() -> None:
     """
     for function in _FUNCTIONS:
         for dtype in (torch.float64, torch.float32):
-            function(torch.ones(1, dtype=dtype))
+            function(torch.ones(1, dtype=dtype, device="cpu"))
 
 
 def _function(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def mhc_post(y: Tensor, x_hc: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         BF16 `[T, HC, D]`: FP32 products, the mix summed by E3, one rounding.
     """
     check_shapes("mhc_post", y=y, x_hc=x_hc, post=post, comb=comb)
-    result = torch.empty_like(x_hc)
+    result = torch.empty_like(x_hc, dtype=torch.bfloat16)
     for start in range(0, len(x_hc), _TOKEN_TILE):
         rows = slice(start, start + _TOKEN_TILE)
         result[rows] = _expanded(y[rows], x_hc[rows], post[rows], comb[rows])

@@ -161,7 +161,7 @@ def e2m1_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
         raise OperandError("e2m1_times_e8m0 packed, scale", found, "[..., K/2] and [..., G], K/2 a multiple of G")
     codes = _as_dtype(packed.contiguous(), torch.uint8, "e2m1_times_e8m0 packed").view(prod(rows), packed.shape[-1])
     scale = scale.contiguous().view(prod(rows), count)
-    if scale.numel() and group % 4 == 0 and _are_addable(scale):
+    if codes.numel() and group % 4 == 0 and _are_addable(scale):
         pairs, steps = _byte_pairs_of(codes), _exponent_steps(scale).unsqueeze(-1)
         return lambda own: _with_exponents_added(pairs[own], steps[own]).to(dtype)
 
@@ -234,7 +234,7 @@ def _with_exponents_added(pairs: Tensor, steps: Tensor) -> Tensor:
     count, n = pairs.shape
     result = torch.empty(count, n, dtype=torch.int64, device=pairs.device)
     values = result.view(torch.int16)
-    rows = min(count, max(1, _CHUNK_ELEMENTS // (4 * n)))
+    rows = max(1, min(count, _CHUNK_ELEMENTS // (4 * n)))
     table = _e2m1_byte_pairs(pairs.device, _NON_ZERO).expand(rows, -1)
     index = scratch(rows * n, torch.int64, pairs.device).view(rows, n)
     marked = index.view(torch.int16)  # the index is of no use any more by then
@@ -270,8 +270,9 @@ def _byte_pairs_of(codes: Tensor) -> Tensor:
 @functools.cache
 def _e2m1_byte_pairs(device: torch.device, mark: int = 0) -> Tensor:
     """`[65536]`: the four BF16 values in each pair of bytes as one int64, 512 KB; `mark` is in all but the zeros."""
-    nibbles = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=torch.bfloat16)
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.bfloat16, device="cpu")
+    nibbles = torch.cat([magnitudes, -magnitudes])
     nibbles.view(torch.int16).add_((nibbles != 0).to(torch.int16), alpha=mark)
-    pair = torch.arange(1 << 16)
+    pair = torch.arange(1 << 16, device="cpu")
     values = torch.stack([nibbles[pair >> shift & 0xF] for shift in (0, 4, 8, 12)], dim=-1)
     return values.view(torch.int64).squeeze(-1).to(device)

@@ -86,7 +86,8 @@ def quantize_activation(x: Tensor) -> Quantized:
 def _activation_scales(device: torch.device) -> tuple[Tensor, Tensor]:
     """E8M0 codes and, FP32, one divided by what they mean, of all `[32768]` magnitudes that BF16 has, by their bits."""
     with torch.inference_mode(False):  # tables of this mode could not be used outside of it
-        amax = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(torch.float32)
+        bits = torch.arange(1 << 15, dtype=torch.int32, device="cpu").to(torch.int16)
+        amax = bits.view(torch.bfloat16).to(torch.float32)
         codes = pow2_ceil_e8m0(amax.clamp_min_(FP8_AMAX_FLOOR).mul_(_RECIPROCAL_E4M3_MAX))
         return codes.to(device), e8m0_decode(codes).reciprocal_().to(device)
 

@@ -36,5 +36,5 @@ def scratch(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     kept = _KEPT.tensors.get(dtype)
     if kept is None or len(kept) < count:
         with torch.inference_mode(False):  # one that was made in this mode could not be written outside of it
-            kept = _KEPT.tensors[dtype] = torch.empty(count, dtype=dtype)
+            kept = _KEPT.tensors[dtype] = torch.empty(count, dtype=dtype, device=device)
     return kept[:count]

@@ -85,15 +85,16 @@ class Fp8Weight:
         fp16_suffices = not factor.isinf().any()
 
         def rows(start: int, stop: int) -> Tensor:
+            _check_tile_range("Fp8Weight decoder", start, stop)
             own = codes[start:stop]
             values, factors = e4m3_in_fp16(own) if fp16_suffices else None, factor
             if values is None:
                 values, factors = e4m3_decode(own), scale
             if dtype == torch.float32:
-                result = torch.empty(own.shape, device=own.device)
+                result = torch.empty(own.shape, dtype=torch.float32, device=own.device)
             else:
                 result = scratch(own.numel(), torch.float32, own.device).view(own.shape)
-            tiles = result.copy_(values).view(-1, MX_GROUP, own.shape[1])
+            tiles = result.copy_(values).view((stop - start) // MX_GROUP, MX_GROUP, own.shape[1])
             return tiles.mul_(factors[start // MX_GROUP : stop // MX_GROUP].unsqueeze(1)).view(own.shape).to(dtype)
 
         return rows
