@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from v41_config import BLOCK_ROWS, BoundOperator, ModelConfig, ParallelLayout, find_operator
+from v41_config.dimensions import symbols_of
 from v41_config.operator_spec import BoundTensor, CountSpec
 from v41_goldens.fixtures import FixtureCase, linear_shape, operator_fixture
 from v41_goldens.judges import ROW_BOUNDS, RowBounds, judge_equal_bits, judge_row_bounds
 from v41_goldens.judges.verdict import Verdict
-from v41_goldens.operators import golden
+from v41_goldens.operators import Ranks, golden
 from v41_goldens.rope import precompute_rope_tables
 
 __all__ = ["HARD_CASES", "KernelCase", "fixture_case", "hard_case", "judge", "judged_config", "layout_of"]
@@ -61,9 +62,6 @@ class KernelCase:
         return self.bound.spec.name
 
 
-_DIVIDED = frozenset({"q_proj_rope", "qkv_proj_rope", "grouped_output", "o_proj"})
-"""Operators with weights that TP divides and without transports; attention entries are more of them."""
-
 _LARGE_HEADS = 1 << 24
 """Weights of a query projection of which the interpreter, which keeps whatever it has decoded, is given an eighth."""
 
@@ -73,9 +71,9 @@ _SHARE = 8
 
 def layout_of(name: str, config: ModelConfig) -> ParallelLayout:
     """One rank, but two for experts, whose ids do not begin at the last rank's, and eight for FLASH's heads."""
-    if name == "routed_experts":
+    divided = _divided(name) if golden(name).ranks is Ranks.ONE else set()
+    if "E_local" in divided:
         return ParallelLayout(dp=2)
-    divided = name in _DIVIDED or "_attn_" in name
     return ParallelLayout(tp=_SHARE) if divided and _has_large_heads(config) else ParallelLayout()
 
 
@@ -83,16 +81,24 @@ def judged_config(name: str, config: ModelConfig) -> ModelConfig:
     """The model, but for what is too much of FLASH for one launch and has no rank's share in the contract.
 
     A half layer joins its group's other ranks, so it is judged with an eighth of the heads. Experts are judged with as
-    many of them as memory takes, and one for each token.
+    many of them as memory takes, two for each rank, and one for each token.
     """
-    if not _has_large_heads(config):
+    divided = _divided(name)
+    if not _has_large_heads(config) or not divided:
         return config
-    if name in ("routed_experts", "moe"):
-        return _changed(config, n_routed_experts=4 if name == "routed_experts" else 2, num_experts_per_tok=1)
-    if name.startswith(("prefill_", "decode_")) and "_attn_" not in name:
-        heads, groups = config.num_attention_heads // _SHARE, config.o_groups // _SHARE
-        return _changed(config, num_attention_heads=heads, o_groups=groups)
-    return config
+    if "E_local" in divided:
+        return _changed(config, n_routed_experts=2 * layout_of(name, config).world_size, num_experts_per_tok=1)
+    if golden(name).ranks is Ranks.ONE:
+        return config
+    heads, groups = config.num_attention_heads // _SHARE, config.o_groups // _SHARE
+    return _changed(config, num_attention_heads=heads, o_groups=groups)
+
+
+def _divided(name: str) -> set[str]:
+    """What the low-bit weights of an operator are a rank's share of: `H_local`, `O_GROUPS_local`, `E_local`."""
+    weights = (tensor for tensor in find_operator(name).tensors if tensor.dtype in ("float8_e4m3fn", "int8"))
+    symbols = {symbol for weight in weights for dim in weight.dims for symbol in symbols_of(dim)}
+    return {symbol for symbol in symbols if symbol.endswith("_local")}
 
 
 def _has_large_heads(config: ModelConfig) -> bool:
