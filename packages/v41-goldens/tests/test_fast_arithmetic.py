@@ -14,7 +14,14 @@ from v41_goldens import ATTENTION, LayerWeights, ModelWeights, ReferenceEngine, 
 from v41_goldens.attention_stages import AttentionStages
 from v41_goldens.experts import routed_experts
 from v41_goldens.fast_attention import FAST_STAGES, fast_index_scores, fast_sparse_attention
-from v41_goldens.fast_weights import FastFp4Weight, FastFp8Weight, fast_layer, fast_model
+from v41_goldens.fast_weights import (
+    FastFp4Weight,
+    FastFp8Weight,
+    FastHyperConnectionWeights,
+    exact_attention,
+    fast_layer,
+    fast_model,
+)
 from v41_goldens.indexer import IndexQueries, index_scores
 from v41_goldens.judges import (
     assert_equal_bits,
@@ -230,6 +237,27 @@ def test_a_judge_is_exact_whatever_it_is_handed(make_layer: Layers) -> None:
     assert_equal_bits(
         reference_index_scores(handed, layer, fast_layer(weights).attention, x), exact, "scores from fast weights"
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Zeros(FastFp8Weight):
+    """Somebody's own arithmetic."""
+
+    factor: float = 0.0
+
+    def dot(self, x: Tensor) -> Tensor:
+        return super().dot(x) * self.factor
+
+
+def test_weights_of_derived_classes_are_exchanged_too(make_layer: Layers) -> None:
+    weights, x = make_layer(TINY, 6, 1), normal(5, TINY.hidden_size)
+    wq_a = weights.attention.wq_a
+    own = dataclasses.replace(weights.attention, wq_a=Zeros(wq_a.codes, wq_a.scale))
+    assert not quantized_linear(x, own.wq_a).any()
+    assert type(exact_attention(own).wq_a) is Fp8Weight
+    assert_equal_bits(quantized_linear(x, exact_attention(own).wq_a), quantized_linear(x, wq_a), "exact")
+    assert type(fast_layer(dataclasses.replace(weights, attention=own)).attention.wq_a) is FastFp8Weight
+    assert type(fast_layer(fast_layer(weights)).hc_ffn) is FastHyperConnectionWeights
 
 
 def test_layers_are_still_loaded_when_they_are_asked_for(tiny_weights: ModelWeights) -> None:

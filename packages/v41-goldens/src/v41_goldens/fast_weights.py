@@ -80,7 +80,7 @@ def fast_model(weights: ModelWeights) -> ModelWeights:
 
 def exact_attention(weights: AttentionWeights) -> AttentionWeights:
     """The same packed bytes, multiplied by E1: what a judge computes its references from."""
-    return _exchanged(weights, {fast: exact for exact, fast in _FAST.items()})
+    return _exchanged(weights, {exact: exact for exact in _FAST})
 
 
 class _FastLayers(Sequence[LayerWeights]):
@@ -100,14 +100,19 @@ class _FastLayers(Sequence[LayerWeights]):
 
 
 def _exchanged(weights: Weights, classes: Mapping[type, type]) -> Weights:
-    """A dataclass of weights with every one of a class in it made one of another with the same fields, however deep."""
+    """A dataclass of weights, and in it, however deep, whatever is of a class, or of one derived from it, made anew as
+    one of another class from the fields of the first.
+    """
 
     def exchanged(value: Any) -> Any:
+        for base, other in classes.items():
+            if isinstance(value, base):
+                return other(**{field.name: getattr(value, field.name) for field in dataclasses.fields(base)})
         if isinstance(value, dict):
             return {key: exchanged(part) for key, part in value.items()}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {field.name: exchanged(getattr(value, field.name)) for field in dataclasses.fields(value)}
-            return classes.get(type(value), type(value))(**fields)
+            fields = {f.name: exchanged(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+            return dataclasses.replace(value, **fields)
         return value
 
     found: Weights = exchanged(weights)
