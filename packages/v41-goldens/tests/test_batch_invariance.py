@@ -97,6 +97,12 @@ def test_chunks_batches_and_pages_do_not_matter(tiny_weights: ModelWeights, one_
     assert_same(run(engine, schedule, 2), one_shot)
 
 
+def test_they_do_not_matter_to_fast_arithmetic_either(tiny_weights: ModelWeights) -> None:
+    alone = run(ReferenceEngine(TINY, tiny_weights, 1, LENGTH, fast=True), [[(0, prompt(0, LENGTH))]], 0)
+    engine = ReferenceEngine(TINY, tiny_weights, 5, LENGTH, shuffle_seed=2, fill_byte=POISON, fast=True)
+    assert_same(run(engine, list(mixed_schedule(2)), 2), alone)
+
+
 def test_threads_do_not_matter(tiny_weights: ModelWeights, one_shot: Trace) -> None:
     before = torch.get_num_threads()
     assert before == 1, "the other runs have one thread"
