@@ -412,3 +412,12 @@ def test_threads_take_neighbours_of_one_file(tiny: Inventory, monkeypatch: pytes
         assert sum(copy.read_bytes for copy in run[:-1]) < 100_000
         ended = len(run) == 32 or sum(copy.read_bytes for copy in run) >= 100_000
         assert ended or not after or after[0].stored.file != run[0].stored.file
+
+
+def test_a_tensor_longer_than_a_run_is_one_and_no_tensor_is_none(
+    tiny: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_copy, "_RUN_BYTES", 1)
+    copies = tensor_copy.tensor_copies(tiny, rank_contents(tiny.config, TP4_DP2, [5], get_layout("canonical")))
+    assert list(tensor_copy.neighbours(copies)) == [[copy] for copy in copies]
+    assert list(tensor_copy.neighbours(())) == []

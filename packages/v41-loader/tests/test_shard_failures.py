@@ -190,6 +190,29 @@ def test_a_source_that_changes_under_the_run(
     assert names(out) == []
 
 
+@pytest.mark.parametrize("at", [2, 40, 150])
+def test_a_source_that_changes_between_two_tensors_of_one_run(copied: Path, tmp_path: Path, at: int) -> None:
+    """A thread reads up to 32 tensors on its own: it notices at the first one, not when it is through."""
+    inventory, out = read_inventory(copied), tmp_path / "out"
+    read, calls, changed, read_since = os.preadv, 0, -1, 0
+
+    def changing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls, changed, read_since
+        calls += 1
+        if calls == at:
+            changed = fd
+            write_into(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        read_since += fd == changed
+        return read(fd, buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", changing)
+        with pytest.raises(SourceChangedError, match=r"model-0000\d-of-00003\.safetensors"):
+            shard_checkpoint(inventory, out, LAYOUT, threads=1)
+    assert 1 <= read_since < 16
+    assert names(out) == []
+
+
 def test_a_source_that_changed_since_it_was_checked(copied: Path, tmp_path: Path) -> None:
     inventory = read_inventory(copied)
     for file in ("model-00002-of-00003.safetensors", "config.json"):
