@@ -76,6 +76,17 @@ def test_another_rank_is_refused(name: str) -> None:
             call(*operands[:operand], tensor.unsqueeze(-1), *operands[operand + 1 :])
 
 
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"rms_norm", "fp32_linear", "bf16_linear"}))
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5), ()])
+def test_rows_of_several_dimensions_are_refused_where_there_is_a_dimension_behind_them(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    """The sum over streams or experts would run over rows."""
+    call, operands = CALLS[name]
+    with pytest.raises(OperandError, match=f"^{name} "):
+        call(*(t.new_zeros((*shape, *t.shape[1:])) if t.shape[0] == T else t for t in operands))
+
+
 def test_rows_may_have_several_dimensions() -> None:
     assert rms_norm(bf16(2, 3, D), bf16(D), 1e-20).shape == (2, 3, D)
     assert fp32_linear(bf16(2, 3, D), bf16(E, D)).shape == (2, 3, E)

@@ -88,12 +88,12 @@ def dequantized_linear(x: Tensor, w: Fp8Weight | Fp4Weight) -> Tensor:
 @_exchangeable
 def bf16_linear(x: Tensor, w: Tensor) -> Tensor:
     """BF16 `[..., N]` of `x [..., K]` and `w [N, K]`: E1, then one more rounding to BF16."""
-    check_shapes("bf16_linear", x=x, w=w)
+    check_shapes("bf16_linear", any_rows=True, x=x, w=w)
     return exact.dot(x, w).to(torch.bfloat16)
 
 
 @_exchangeable
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
     """FP32 `[..., N]` of `x [..., K]` and `w [N, K]` by E1."""
-    check_shapes("fp32_linear", x=x, w=w)
+    check_shapes("fp32_linear", any_rows=True, x=x, w=w)
     return exact.dot(x, w)

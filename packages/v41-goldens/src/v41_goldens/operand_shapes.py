@@ -9,10 +9,10 @@ from v41_config.dimensions import CONSTANTS, evaluate, symbols_of
 from v41_goldens.errors import OperandError
 
 
-def check_shapes(operator: str, **operands: Tensor) -> None:
+def check_shapes(operator: str, *, any_rows: bool = False, **operands: Tensor) -> None:
     """Check tensors of a call by their names in the operator's contract; equal symbols, equal sizes.
 
-    The rows `T` of a row-wise golden may be any number of leading dimensions. Dtypes are the caller's.
+    With `any_rows` the rows `T` may be any number of leading dimensions. Dtypes are the caller's.
 
     Raises:
         OperandError: naming operator and operand, with the contract's dimensions.
@@ -26,7 +26,7 @@ def check_shapes(operator: str, **operands: Tensor) -> None:
         fits = len(shape) >= len(dims)
         if fits and dims[0] == "T":
             leading, shape, dims = shape[: len(shape) - len(dims) + 1], shape[len(shape) - len(dims) + 1 :], dims[1:]
-            fits = rows is None or leading == rows
+            fits = leading == rows if rows is not None else any_rows or len(leading) == 1
             rows = leading
         fits = fits and len(shape) == len(dims)
         for dim, size in zip(dims, shape, strict=False):

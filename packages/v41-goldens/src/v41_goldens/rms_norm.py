@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         OperandError: a weight of another width.
     """
-    check_shapes("rms_norm", x=x, weight=weight)
+    check_shapes("rms_norm", any_rows=True, x=x, weight=weight)
     values = x.to(torch.float32)
     return (values * inverse_rms(values, eps)).mul_(weight.to(torch.float32)).to(torch.bfloat16)
 
