@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from v41_goldens.scratch import scratch
+
 _CHUNK_ELEMENTS = 1 << 19
 """float64 weight elements converted at a time (2 MB): a chunk stays in cache between conversion and product."""
 
@@ -33,6 +35,7 @@ def dot(x: Tensor, w: Tensor) -> Tensor:
     return dot_by_rows(x, w.shape[-2], lambda start, stop: w[..., start:stop, :])
 
 
+@torch.no_grad()  # which a product with memory that is used again cannot have
 def dot_by_rows(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor:
     """`dot` for weights that are made a few rows at a time, so that float64 copies stay small (E1).
 
@@ -49,7 +52,8 @@ def dot_by_rows(x: Tensor, n: int, rows: Callable[[int, int], Tensor]) -> Tensor
     step = max(32, _CHUNK_ELEMENTS // max(1, x.shape[-1]) // 32 * 32)
 
     def chunk(start: int) -> Tensor:
-        w64 = rows(start, min(start + step, n)).to(torch.float64)
+        w = rows(start, min(start + step, n))
+        w64 = scratch(w.numel(), torch.float64, w.device).view(w.shape).copy_(w)
         return _round(torch.matmul(x64, w64.transpose(-1, -2)))
 
     return chunk(0) if n <= step else torch.cat([chunk(start) for start in range(0, n, step)], dim=-1)

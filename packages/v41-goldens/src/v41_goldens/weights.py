@@ -80,13 +80,13 @@ class Fp8Weight:
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> RowDecoder:
         """`dequantize` for callers that take rows `start:stop`, multiples of 32, one after the other."""
-        codes, scale = self.codes.contiguous(), e8m0_decode(self.scale).repeat_interleave(MX_GROUP, dim=1)
+        scale = e8m0_decode(self.scale).repeat_interleave(MX_GROUP, dim=1)
         factor = scale * E4M3_UNIT_IN_FP16
         fp16_suffices = not factor.isinf().any()
 
         def rows(start: int, stop: int) -> Tensor:
             _check_tile_range("Fp8Weight decoder", start, stop)
-            own = codes[start:stop]
+            own = self.codes[start:stop].contiguous()
             values, factors = e4m3_in_fp16(own) if fp16_suffices else None, factor
             if values is None:
                 values, factors = e4m3_decode(own), scale
