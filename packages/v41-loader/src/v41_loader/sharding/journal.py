@@ -7,6 +7,7 @@ stands in the files with the journal's before it keeps a tensor. So neither a ki
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class Journal:
             DiskFullError, OutputWriteError: it cannot be written.
         """
         self._path = path
+        self._writing = threading.Lock()
         with write_errors(str(path)):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -61,7 +63,7 @@ class Journal:
             raise
 
     def append(self, digests: Mapping[str, PartDigests]) -> None:
-        """Note that the bytes of tensors are in the files."""
+        """Note that the bytes of tensors are in the files; threads may do so at once."""
         self._write(*(JournalRecord(tensor=tensor, digests=of_tensor) for tensor, of_tensor in digests.items()))
 
     def close(self) -> None:
@@ -70,7 +72,7 @@ class Journal:
 
     def _write(self, *lines: BaseModel) -> None:
         data = b"".join(line.model_dump_json(exclude_defaults=True).encode() + b"\n" for line in lines)
-        with write_errors(str(self._path)):
+        with self._writing, write_errors(str(self._path)):
             while data:
                 data = data[os.write(self._fd, data) :]
 

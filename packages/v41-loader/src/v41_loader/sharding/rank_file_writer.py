@@ -56,11 +56,10 @@ class RankFileWriter:
             files.callback(journal.close)
             outputs = {rank: self._opened(rank, files) for rank in ranks}
             sources: list[tuple[int, SourceFile]] = []
-            jobs = self._jobs(files, sources, outputs, journal.records)
+            jobs = self._jobs(files, sources, outputs, journal)
             with closing(run_jobs(jobs, self.threads, MEMORY_BUDGET)) as results:
                 for copied in results:
                     digests |= copied
-                    journal.append({name: now for name, now in copied.items() if journal.records.get(name) != now})
                     self.progress(sum(written_bytes[name] for name in copied), total)
             for fd, source in sources:
                 require_unchanged(fd, source)
@@ -80,7 +79,7 @@ class RankFileWriter:
         files: ExitStack,
         sources: list[tuple[int, SourceFile]],
         outputs: Mapping[int, RankOutput],
-        recorded: Mapping[str, PartDigests],
+        journal: Journal,
     ) -> Iterator[Job[dict[str, PartDigests]]]:
         """One job per run of neighbours, in file order; each source file is opened once, when its first one comes."""
         buffers = BlockBuffers()
@@ -90,7 +89,7 @@ class RankFileWriter:
                 sources.append((files.enter_context(reopen_source(source)), source))
             fd, _ = sources[-1]
             cost = max(copy.working_memory for copy in copies)
-            yield Job(partial(self._copied, copies, fd, source, outputs, recorded, buffers), cost)
+            yield Job(partial(self._copied, copies, fd, source, outputs, journal, buffers), cost)
 
     def _copied(
         self,
@@ -98,16 +97,17 @@ class RankFileWriter:
         fd: int,
         source: SourceFile,
         outputs: Mapping[int, RankOutput],
-        recorded: Mapping[str, PartDigests],
+        journal: Journal,
         buffers: BlockBuffers,
     ) -> dict[str, PartDigests]:
         algorithm = self.run.settings.digest
         digests: dict[str, PartDigests] = {}
         for copy in copies:
             name = copy.stored.expected.name
-            earlier = recorded.get(name)
+            earlier = journal.records.get(name)
             if earlier is not None and copy.stands_in(outputs, earlier, algorithm, buffers):
                 digests[name] = earlier
             else:
                 digests[name] = copy.copy(fd, source, outputs, algorithm, buffers)
+        journal.append({name: now for name, now in digests.items() if journal.records.get(name) != now})
         return digests
