@@ -102,7 +102,7 @@ def test_a_stopped_run_is_silent_and_goes_on(
     assert names(tmp_path / "out") == [PARTIAL_DIRECTORY]
     done = len(copies)
     assert main(command) == 0
-    assert 500 <= done < len(copies) <= 1279 + 150  # what was under way is copied again, not what was done
+    assert 500 <= done < len(copies) <= 1279 + 50  # what was under way is copied again, not what was done
     assert main(["verify", str(tmp_path / "out"), "--source", str(tiny_checkpoint)]) == 0
 
 

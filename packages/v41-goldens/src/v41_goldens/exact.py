@@ -16,7 +16,7 @@ from torch import Tensor
 from v41_goldens.scratch import scratch
 
 _CHUNK_ELEMENTS = 1 << 19
-"""float64 weight elements converted at a time (2 MB): a chunk stays in cache between conversion and product."""
+"""float64 weight elements converted at a time (4 MB): a chunk stays in cache between conversion and product."""
 
 _SPLIT_ELEMENTS = 1 << 22
 """Activation elements that `dot_fp32` splits at a time (32 MB for each float64 copy)."""
