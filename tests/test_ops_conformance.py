@@ -34,8 +34,9 @@ from v41_goldens.quantisers import (
     quantize_index,
     quantize_window_kv,
 )
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
 from v41_goldens.rope import apply_rope, materialize_rope_rows, precompute_rope_tables, rope_frequencies
-from v41_goldens.weights import ExpertWeights, Fp4Weight, Fp8Weight
+from v41_goldens.weights import ExpertWeights
 
 CONFORMANCE = Path(__file__).parent / "conformance"
 

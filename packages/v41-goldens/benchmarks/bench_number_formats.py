@@ -20,8 +20,8 @@ from torch import Tensor
 from v41_config import FLASH
 from v41_goldens.number_formats import e2m1_times_e8m0
 from v41_goldens.quantisers import quantize_activation
+from v41_goldens.quantized_weights import Fp4Weight
 from v41_goldens.row_tiles import weight_rows_at_once
-from v41_goldens.weights import Fp4Weight
 
 sys.path.insert(0, str(Path(__file__).parent))
 

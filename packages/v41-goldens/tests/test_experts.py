@@ -15,7 +15,8 @@ from v41_goldens.errors import ExpertError
 from v41_goldens.experts import routed_experts, shared_expert, swiglu
 from v41_goldens.judges import assert_equal_bits, unequal_bits
 from v41_goldens.linear import quantized_linear
-from v41_goldens.weights import ExpertWeights, Fp4Weight, Fp8Weight, ModelWeights, MoeWeights
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
+from v41_goldens.weights import ExpertWeights, ModelWeights, MoeWeights
 
 LIMIT = 10.0
 

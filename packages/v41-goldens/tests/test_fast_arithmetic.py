@@ -35,8 +35,8 @@ from v41_goldens.judges import (
 from v41_goldens.linear import quantized_linear
 from v41_goldens.moe import moe
 from v41_goldens.quantisers import dequantize_index, quantize_index
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight, RowDecoder
 from v41_goldens.sparse_attention import sparse_attention
-from v41_goldens.weights import Fp4Weight, Fp8Weight, RowDecoder
 
 Layers = Callable[[ModelConfig, int, int], LayerWeights]
 TOKENS = 40

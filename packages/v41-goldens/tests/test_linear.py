@@ -23,7 +23,7 @@ from v41_goldens.linear import (
     quantized_linear_fp32,
 )
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
-from v41_goldens.weights import Fp4Weight, Fp8Weight
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
 
 Weight = Fp8Weight | Fp4Weight
 

@@ -15,8 +15,9 @@ from v41_goldens.errors import OperandError
 from v41_goldens.judges import assert_equal_bits, unequal_bits
 from v41_goldens.output_projection import grouped_output, o_proj
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
+from v41_goldens.quantized_weights import Fp8Weight
 from v41_goldens.rope import apply_rope
-from v41_goldens.weights import AttentionWeights, Fp8Weight
+from v41_goldens.weights import AttentionWeights
 
 GROUPS, HEADS, TOKENS = 8, 16, 9
 CONFIG = ModelConfig.model_validate(

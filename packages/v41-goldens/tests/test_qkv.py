@@ -15,7 +15,8 @@ from v41_goldens.errors import OperandError
 from v41_goldens.judges import assert_equal_bits, unequal_bits
 from v41_goldens.qkv import kv_proj_rope, q_proj_qr, q_proj_rope
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
-from v41_goldens.weights import AttentionWeights, Fp8Weight
+from v41_goldens.quantized_weights import Fp8Weight
+from v41_goldens.weights import AttentionWeights
 
 TOKENS = 7
 POSITIONS = torch.tensor([0, 1, 5, 6, 6, 100, 127])

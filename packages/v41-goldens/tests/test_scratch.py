@@ -14,8 +14,8 @@ from v41_goldens.embedding import embedded_partial
 from v41_goldens.judges import assert_equal_bits
 from v41_goldens.number_formats import e2m1_decode
 from v41_goldens.quantisers import quantize_activation
-from v41_goldens.scratch import scratch
-from v41_goldens.weights import Fp4Weight, Fp8Weight
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
+from v41_goldens.scratch import new_matrix, scratch, scratch_matrix
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,32 @@ def test_what_is_too_large_or_elsewhere_is_new() -> None:
     assert scratch(count, torch.float32, CPU).data_ptr() != scratch(count, torch.float32, CPU).data_ptr()
     assert scratch(5, torch.float32, torch.device("meta")).is_meta
     assert scratch_module._KEPT.tensors == {}
+
+
+def test_rows_of_a_matrix_are_not_multiples_of_a_page_apart() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        matrix = scratch_matrix(3, 4096, dtype, CPU)
+        assert matrix.shape == (3, 4096)
+        assert matrix.stride() == (4096 + 64 // dtype.itemsize, 1)
+        assert matrix.data_ptr() == scratch(1, dtype, CPU).data_ptr()
+        assert new_matrix(3, 4096, dtype, CPU).is_contiguous()
+
+
+@pytest.mark.parametrize("scale", [2, 127, 253])
+def test_rows_that_are_kept_are_in_memory_of_their_own(scale: int) -> None:
+    """Scales of both ways in which FP4 is decoded; FP8 has one of its own for NaN."""
+    scales = torch.full((64, 2), scale, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    codes = torch.arange(64 * 64, dtype=torch.int32).to(torch.uint8).view(64, 64)
+    fp8 = Fp8Weight(codes.view(torch.float8_e4m3fn), scales[:2])
+    fp4 = Fp4Weight(codes[:, :32].contiguous().view(torch.int8), scales)
+    for weight in (fp8, fp4):
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = weight.decoder(dtype, new_matrix)
+            first = rows(0, 32)
+            kept = first.clone()
+            rows(32, 64)
+            weight.decoder(dtype)(32, 64)
+            assert_equal_bits(first, kept, f"{type(weight).__name__} rows")
 
 
 def test_memory_of_inference_mode_can_be_written_outside_of_it() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from v41_config import TINY
 from v41_goldens.errors import WeightError
 from v41_goldens.judges import assert_equal_bits
-from v41_goldens.weights import ExpertWeights, Fp4Weight, Fp8Weight, LayerWeights, ModelWeights, MoeWeights
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
+from v41_goldens.weights import ExpertWeights, LayerWeights, ModelWeights, MoeWeights
 
 
 @pytest.fixture

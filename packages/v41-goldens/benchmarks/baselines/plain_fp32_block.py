@@ -22,15 +22,9 @@ from v41_goldens.quantisers import (
     quantize_index,
     quantize_window_kv,
 )
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
 from v41_goldens.rope import apply_rope
-from v41_goldens.weights import (
-    AttentionWeights,
-    ExpertWeights,
-    Fp4Weight,
-    Fp8Weight,
-    HyperConnectionWeights,
-    MoeWeights,
-)
+from v41_goldens.weights import AttentionWeights, ExpertWeights, HyperConnectionWeights, MoeWeights
 
 Rows = tuple[Tensor, Tensor]
 

@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 
 from v41_goldens import row_tiles
-from v41_goldens.weights import (
-    AttentionWeights,
-    Fp4Weight,
-    Fp8Weight,
-    HyperConnectionWeights,
-    LayerWeights,
-    ModelWeights,
-)
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
+from v41_goldens.weights import AttentionWeights, HyperConnectionWeights, LayerWeights, ModelWeights
 
 Weights = TypeVar("Weights")
 

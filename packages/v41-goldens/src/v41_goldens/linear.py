@@ -19,7 +19,7 @@ from torch import Tensor
 from v41_goldens import exact
 from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
-from v41_goldens.weights import Fp4Weight, Fp8Weight
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
 
 Weight = TypeVar("Weight")
 Linear = Callable[[Tensor, Any], Tensor]

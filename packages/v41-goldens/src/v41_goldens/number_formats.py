@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from v41_goldens.errors import OperandError
-from v41_goldens.scratch import scratch
+from v41_goldens.scratch import MatrixMaker, new_matrix, scratch, scratch_matrix
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value."""
@@ -144,13 +144,16 @@ def e2m1_times_e8m0(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.fl
     Raises:
         OperandError: shapes that do not belong to each other, or another dtype.
     """
-    return e2m1_rows(packed, scale, dtype)(slice(None)).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    return e2m1_rows(packed, scale, dtype, new_matrix)(slice(None)).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-def e2m1_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Callable[[slice], Tensor]:
+def e2m1_rows(
+    packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, matrix: MatrixMaker = scratch_matrix
+) -> Callable[[slice], Tensor]:
     """`e2m1_times_e8m0` of a slice of rows, for callers that take one after the other: scales are looked at once.
 
     Operands and errors are those of `e2m1_times_e8m0`; rows are counted as if there were two dimensions, and come so.
+    They may lie in memory from `matrix`, by default scratch.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise OperandError("e2m1_times_e8m0 dtype", dtype, "torch.float32 or torch.bfloat16")
@@ -163,7 +166,7 @@ def e2m1_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     scale = scale.contiguous().view(prod(rows), count)
     if codes.numel() and group % 4 == 0 and _are_addable(scale):
         pairs, steps = _byte_pairs_of(codes), _exponent_steps(scale).unsqueeze(-1)
-        return lambda own: _with_exponents_added(pairs[own], steps[own]).to(dtype)
+        return lambda own: _with_exponents_added(pairs[own], steps[own], matrix).to(dtype)
 
     def multiplied(own: slice) -> Tensor:
         factors = e8m0_decode(scale[own]).to(dtype)
@@ -225,26 +228,26 @@ def _exponent_steps(scale: Tensor) -> Tensor:
     return exponents.bitwise_left_shift_(_BF16_MANTISSA_BITS).sub_(_NON_ZERO)
 
 
-def _with_exponents_added(pairs: Tensor, steps: Tensor) -> Tensor:
+def _with_exponents_added(pairs: Tensor, steps: Tensor, matrix: MatrixMaker) -> Tensor:
     """BF16 `[R, 4n]` of `_byte_pairs_of` codes `[R, n]` and `_exponent_steps` `[R, G, 1]`.
 
     In range, a product is a sum of exponents: an integer addition, three times as fast as BF16's multiplication. Zeros
     must stay zero, so all other values are marked in the table; the same addition takes the mark away.
     """
     count, n = pairs.shape
-    result = torch.empty(count, n, dtype=torch.int64, device=pairs.device)
-    values = result.view(torch.int16)
+    result = matrix(count, 4 * n, torch.bfloat16, pairs.device)
+    values, fours = result.view(torch.int16), result.view(torch.int64)
     rows = max(1, min(count, _CHUNK_ELEMENTS // (4 * n)))
     table = _e2m1_byte_pairs(pairs.device, _NON_ZERO).expand(rows, -1)
     index = scratch(rows * n, torch.int64, pairs.device).view(rows, n)
     marked = index.view(torch.int16)  # the index is of no use any more by then
-    groups = (-1, steps.shape[1], 4 * n // steps.shape[1])
+    groups = (steps.shape[1], -1)
     for start in range(0, count, rows):
         own, size = slice(start, start + rows), min(rows, count - start)
-        torch.gather(table[:size], 1, index[:size].copy_(pairs[own]), out=result[own])
+        torch.gather(table[:size], 1, index[:size].copy_(pairs[own]), out=fours[own])
         torch.bitwise_and(values[own], _NON_ZERO, out=marked[:size])
-        values[own].view(groups).addcmul_(marked[:size].view(groups), steps[own])
-    return result.view(torch.bfloat16)
+        values[own].unflatten(1, groups).addcmul_(marked[:size].unflatten(1, groups), steps[own])
+    return result
 
 
 def _look_up(codes: Tensor, byte_pairs: Tensor) -> Tensor:

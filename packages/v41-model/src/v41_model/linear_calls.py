@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from v41_goldens import linear
-from v41_goldens.weights import Fp4Weight, Fp8Weight
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
 from v41_model.operator_call import Arguments, OperatorCalls, packed_weight
 
 __all__ = ["LINEAR_CALLS"]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from v41_config import OperatorError, OperatorSpec, find_operator
 from v41_goldens.paged_cache import RowCache
-from v41_goldens.weights import CompressorWeights, Fp4Weight, Fp8Weight, IndexKeyWeights
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
+from v41_goldens.weights import CompressorWeights, IndexKeyWeights
 
 __all__ = [
     "Arguments",

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from v41_config import BoundOperator, ConstantSpec, CountSpec, ModelConfig
 from v41_config.dimensions import CONSTANTS, Dim, evaluate, symbols_of
+from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
 from v41_goldens.weights import (
     AttentionWeights,
     CompressorWeights,
     ExpertWeights,
-    Fp4Weight,
-    Fp8Weight,
     HyperConnectionWeights,
     IndexerWeights,
     IndexKeyWeights,
