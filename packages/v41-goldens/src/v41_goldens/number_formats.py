@@ -75,7 +75,8 @@ def e4m3_in_fp16(codes: Tensor) -> Tensor | None:
     if codes.numel() and (signed.max() == 0x7F or codes.view(torch.uint8).max() == 0xFF):
         return None
     wide = scratch(codes.numel(), torch.int16, codes.device).view(codes.shape).copy_(signed)
-    return wide.bitwise_left_shift_(7).bitwise_and_(_E4M3_BITS_IN_FP16).view(torch.float16)
+    # A product by 2^7: the same bits as a shift by 7, which takes torch half as long again.
+    return wide.mul_(1 << 7).bitwise_and_(_E4M3_BITS_IN_FP16).view(torch.float16)
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
