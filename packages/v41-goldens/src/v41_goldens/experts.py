@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, route_weight: Tensor | None =
 
 def shared_expert(x: Tensor, weights: ExpertWeights, config: ModelConfig) -> Tensor:
     """The expert that every token takes, without route weight: BF16 `[T, D]` to BF16 `[T, D]`."""
-    rows = dequantize_activation(quantize_activation(x))
+    rows = _quantised_numbers(x)
     gate, up = (dequantized_linear(rows, w) for w in (weights.w1, weights.w3))
     return quantized_linear(swiglu(gate, up, config.swiglu_limit).to(torch.bfloat16), weights.w2)
 
@@ -58,25 +58,59 @@ def routed_experts(
         OperandError: not one id and one weight for each row.
     """
     check_shapes("routed_experts", rows=rows, row_expert_ids=expert_ids, row_route_weights=route_weights)
+    return _through_experts(lambda active: _quantised_numbers(rows[active]), expert_ids, route_weights, experts, config)
+
+
+def token_experts(
+    x: Tensor, expert_ids: Tensor, route_weights: Tensor, experts: Mapping[int, ExpertWeights], config: ModelConfig
+) -> Tensor:
+    """Each token through its k experts: `routed_experts` of k rows for each, which are quantised once.
+
+    Args:
+        x: BF16 `[T, D]`.
+        expert_ids, route_weights: `[T, k]`, as for `routed_experts`, and so are its errors.
+
+    Returns:
+        BF16 `[T, k, D]`.
+    """
+    k, tokens = expert_ids.shape[1], _quantised_numbers(x)
+    ids, weights = expert_ids.flatten(), route_weights.flatten()
+    result = _through_experts(lambda active: tokens[active // k], ids, weights, experts, config)
+    return result.view(*expert_ids.shape, x.shape[1])
+
+
+def _quantised_numbers(rows: Tensor) -> Tensor:
+    """BF16 rows as quantising leaves them: in BF16 still, which holds every code times its scale."""
+    return dequantize_activation(quantize_activation(rows)).to(torch.bfloat16)
+
+
+def _through_experts(
+    inputs: Callable[[Tensor], Tensor],
+    expert_ids: Tensor,
+    route_weights: Tensor,
+    experts: Mapping[int, ExpertWeights],
+    config: ModelConfig,
+) -> Tensor:
+    """`routed_experts` of rows that `inputs` gives by their indices, quantised and dequantised."""
     order = torch.argsort(expert_ids, stable=True)
     present, counts = torch.unique_consecutive(expert_ids[order], return_counts=True)
     groups = [group for group in zip(present.tolist(), counts.tolist(), strict=True) if group[0] >= 0]
     for expert_id, _ in groups:
         if expert_id not in experts:
             raise ExpertError("routed_experts expert_ids", expert_id, f"one of the {len(experts)} experts held here")
-    result = torch.zeros_like(rows)
-    if not groups:
-        return result
     weights = [experts[expert_id] for expert_id, _ in groups]
     sizes = [count for _, count in groups]
-    order = order[rows.shape[0] - sum(sizes) :]  # inactive rows sort first
+    order = order[len(order) - sum(sizes) :]  # inactive rows sort first
+    rows = inputs(order)
+    result = rows.new_zeros(len(expert_ids), rows.shape[1])
+    if not groups:
+        return result
 
-    inputs = dequantize_activation(quantize_activation(rows[order])).split(sizes)
-    pairs = zip(inputs, weights, strict=True)
+    pairs = zip(rows.split(sizes), weights, strict=True)
     gate_up = [(dequantized_linear(x, w.w1), dequantized_linear(x, w.w3)) for x, w in pairs]
     gate, up = (torch.cat(parts) for parts in zip(*gate_up, strict=True))
     z = swiglu(gate, up, config.swiglu_limit, route_weights[order].unsqueeze(-1)).to(torch.bfloat16)
-    hidden = dequantize_activation(quantize_activation(z)).split(sizes)
+    hidden = _quantised_numbers(z).split(sizes)
     down = torch.cat([dequantized_linear(h, w.w2) for h, w in zip(hidden, weights, strict=True)])
     result[order] = down
     return result

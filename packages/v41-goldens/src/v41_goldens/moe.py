@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from v41_config.model_config import ModelConfig
-from v41_goldens.experts import routed_experts, shared_expert
+from v41_goldens.experts import shared_expert, token_experts
 from v41_goldens.gate import gate
 from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.weights import MoeWeights
@@ -53,8 +53,5 @@ def moe(
         record("router_weights", routes.weights)
         record("router_score_plus_bias", routes.biased_scores)
         record("shared_out", shared)
-    k = routes.ids.shape[1]
-    rows = routed_experts(
-        x.repeat_interleave(k, dim=0), routes.ids.flatten(), routes.weights.flatten(), weights.experts, config
-    )
-    return combine(rows.unflatten(0, (-1, k)), routes.ids, shared)
+    rows = token_experts(x, routes.ids, routes.weights, weights.experts, config)
+    return combine(rows, routes.ids, shared)
