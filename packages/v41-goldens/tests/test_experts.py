@@ -11,8 +11,8 @@ from torch import Tensor
 
 from v41_config import FLASH, TINY, ModelConfig
 from v41_goldens import exact
-from v41_goldens.errors import ExpertError
-from v41_goldens.experts import routed_experts, shared_expert, swiglu
+from v41_goldens.errors import ExpertError, OperandError
+from v41_goldens.experts import routed_experts, shared_expert, swiglu, token_experts
 from v41_goldens.judges import assert_equal_bits, unequal_bits
 from v41_goldens.linear import quantized_linear
 from v41_goldens.quantized_weights import Fp4Weight, Fp8Weight
@@ -57,6 +57,24 @@ def test_shared_expert_row_by_row(moe_weights: MoeWeights) -> None:
     result = shared_expert(x, moe_weights.shared, TINY)
     for r in range(7):
         assert_equal_bits(result[r : r + 1], one_expert(x[r : r + 1], None, moe_weights.shared), f"row {r}")
+
+
+def test_tokens_with_k_experts_are_k_routed_rows(moe_weights: MoeWeights) -> None:
+    """Tokens and places without an expert too, and no token at all; a count of ids that is another is refused."""
+    x, k = rows(11, 7), TINY.num_experts_per_tok
+    generator = torch.Generator().manual_seed(12)
+    ids = torch.randint(-2, TINY.n_routed_experts, (7, k), generator=generator)
+    ids[2], x[2] = -1, math.nan
+    weights = torch.rand(7, k, generator=generator)
+    found = token_experts(x, ids, weights, moe_weights.experts, TINY)
+    expected = routed_experts(x.repeat_interleave(k, 0), ids.flatten(), weights.flatten(), moe_weights.experts, TINY)
+    assert_equal_bits(found, expected.view(7, k, -1), "rows")
+    assert found[ids >= 0].any(-1).all()
+    assert not found[ids < 0].any()
+    assert token_experts(x[:0], ids[:0], weights[:0], {}, TINY).shape == (0, k, TINY.hidden_size)
+    for wrong in ((x[:6], ids, weights), (x, ids, weights[:, :2]), (x, ids[0], weights[0])):
+        with pytest.raises(OperandError, match="token_experts expert_ids, route_weights"):
+            token_experts(*wrong, moe_weights.experts, TINY)
 
 
 def test_routed_experts_row_by_row(moe_weights: MoeWeights) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from v41_config.model_config import ModelConfig
 from v41_goldens import exact
-from v41_goldens.errors import ExpertError
+from v41_goldens.errors import ExpertError, OperandError
 from v41_goldens.linear import dequantized_linear, quantized_linear
 from v41_goldens.operand_shapes import check_shapes
 from v41_goldens.quantisers import dequantize_activation, quantize_activation
@@ -68,11 +68,18 @@ def token_experts(
 
     Args:
         x: BF16 `[T, D]`.
-        expert_ids, route_weights: `[T, k]`, as for `routed_experts`, and so are its errors.
+        expert_ids, route_weights: `[T, k]`, as for `routed_experts`.
 
     Returns:
         BF16 `[T, k, D]`.
+
+    Raises:
+        ExpertError: an expert is not in `experts`.
+        OperandError: not k ids and k weights for each token.
     """
+    if expert_ids.dim() != 2 or len(expert_ids) != len(x) or route_weights.shape != expert_ids.shape:
+        found = (tuple(expert_ids.shape), tuple(route_weights.shape))
+        raise OperandError("token_experts expert_ids, route_weights", found, f"[{len(x)}, k], both")
     k, tokens = expert_ids.shape[1], _quantised_numbers(x)
     ids, weights = expert_ids.flatten(), route_weights.flatten()
     result = _through_experts(lambda active: tokens[active // k], ids, weights, experts, config)
