@@ -73,8 +73,16 @@ def test_tokens_with_k_experts_are_k_routed_rows(moe_weights: MoeWeights) -> Non
     assert not found[ids < 0].any()
     assert token_experts(x[:0], ids[:0], weights[:0], {}, TINY).shape == (0, k, TINY.hidden_size)
     for wrong in ((x[:6], ids, weights), (x, ids, weights[:, :2]), (x, ids[0], weights[0])):
-        with pytest.raises(OperandError, match="token_experts expert_ids, route_weights"):
+        with pytest.raises(OperandError, match="token_experts x, expert_ids, route_weights"):
             token_experts(*wrong, moe_weights.experts, TINY)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (7, 3, TINY.hidden_size), (7, 1, TINY.hidden_size)])
+def test_tokens_that_are_no_matrix_are_refused(shape: tuple[int, ...]) -> None:
+    """Without an active place nothing is multiplied that could fail: the result would have another width."""
+    x, ids = torch.zeros(shape, dtype=torch.bfloat16), torch.full((7, 2), -1)
+    with pytest.raises(OperandError, match=r"token_experts x.*expected \[T, D\]"):
+        token_experts(x, ids, torch.ones(7, 2), {}, TINY)
 
 
 def test_routed_experts_row_by_row(moe_weights: MoeWeights) -> None:

@@ -75,11 +75,12 @@ def token_experts(
 
     Raises:
         ExpertError: an expert is not in `experts`.
-        OperandError: not k ids and k weights for each token.
+        OperandError: `x` is no matrix, or not k ids and k weights for each token.
     """
-    if expert_ids.dim() != 2 or len(expert_ids) != len(x) or route_weights.shape != expert_ids.shape:
-        found = (tuple(expert_ids.shape), tuple(route_weights.shape))
-        raise OperandError("token_experts expert_ids, route_weights", found, f"[{len(x)}, k], both")
+    fits = x.dim() == expert_ids.dim() == 2 and len(x) == len(expert_ids)
+    if not fits or route_weights.shape != expert_ids.shape:
+        found = tuple(tuple(operand.shape) for operand in (x, expert_ids, route_weights))
+        raise OperandError("token_experts x, expert_ids, route_weights", found, "[T, D] and twice [T, k]")
     k, tokens = expert_ids.shape[1], _quantised_numbers(x)
     ids, weights = expert_ids.flatten(), route_weights.flatten()
     result = _through_experts(lambda active: tokens[active // k], ids, weights, experts, config)
