@@ -244,6 +244,14 @@ def test_a_part_of_a_tile_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "stop"), [(0, 96), (64, 96), (-32, 64), (64, 32)])
+def test_rows_that_a_weight_does_not_have_are_not_decoded(dtype: torch.dtype, start: int, stop: int) -> None:
+    w = Fp8Weight(torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(2, 2).to(torch.float8_e8m0fnu))
+    with pytest.raises(WeightError, match="Fp8Weight decoder: expected rows of 64"):
+        w.decoder(dtype)(start, stop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0, 127, 254])
 def test_rows_decoded_one_after_the_other_are_those_of_the_whole(dtype: torch.dtype, scale: int) -> None:
     """None of them as well, and of a matrix without columns; FP4's also where tiles would end."""

@@ -78,6 +78,8 @@ class Fp8Weight:
         def rows(start: int, stop: int) -> Tensor:
             _check_tile_range("Fp8Weight decoder", start, stop)
             own = self.codes[start:stop].contiguous()
+            if len(own) != stop - start:  # as a slice it would be cut short in silence
+                raise WeightError("Fp8Weight decoder", (start, stop), f"rows of {self.shape[0]}")
             values, factors = e4m3_in_fp16(own) if fp16_suffices else None, factor
             if values is None:
                 values, factors = e4m3_decode(own), scale
