@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +205,16 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
     if isinstance(caught.value, V41Error):
         assert caught.value.found == "No space left on device"
+
+
+def test_a_disk_without_room_is_known_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(tensor.nbytes for tensor in checkpoint_writer.synthesized_tensors(TINY).values())
+    free = total - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(checkpoint_writer, "make_band", pytest.fail)
+    with pytest.raises(SynthesisError, match=f"expected room for {total:,} bytes, found {free:,} bytes free"):
+        synthesize_checkpoint(TINY, 4105, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_empty_directory_is_filled(tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -95,7 +95,7 @@ def _synth(arguments: argparse.Namespace) -> None:
     if seed is None:
         seed = SYNTH_SEEDS.get(arguments.preset)
     if seed is None:
-        raise SynthesisError("--seed", seed, f"a seed for {arguments.preset}, which has no published one")
+        raise SynthesisError("--seed", seed, f"a seed for the whole of {arguments.preset}, or --headers-only")
     total = sum(tensor.nbytes for tensor in synthesized_tensors(config).values())
     with byte_bar(total, arguments.preset) as bar:
         report = synthesize_checkpoint(config, seed, arguments.out, shards, progress=bar.update)

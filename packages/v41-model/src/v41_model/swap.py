@@ -63,8 +63,8 @@ def _require_exchangeable(name: str, layout: ParallelLayout) -> None:
     if name not in CALLS and name in operators():
         raise ProviderError("swap", name, "an operator that moves no rows between ranks, which no provider does")
     if name not in CALLS:
-        meant = did_you_mean(name, CALLS)
-        raise ProviderError("swap", name, f"an operator that can be exchanged: {', '.join(CALLS)}{meant}")
+        meant = did_you_mean(name, CALLS) or f": {', '.join(CALLS)}"
+        raise ProviderError("swap", name, f"an operator that can be exchanged{meant}")
     group = CALLS[name].joins
     ranks = {"": 1, "TP": layout.tp, "EP": layout.ep}[group]
     if ranks > 1:

@@ -70,8 +70,7 @@ class OutputDirectory:
         for rank, nbytes in sizes.items():
             path = self.partial / rank_file(rank)
             needed += max(0, nbytes - (path.stat().st_blocks * 512 if path.exists() else 0))
-        status = os.statvfs(self.partial)
-        free = status.f_bavail * status.f_frsize
+        free = shutil.disk_usage(self.partial).free
         if needed > free:
             raise DiskFullError(str(self.path), f"{free:,} bytes free", f"room for {needed:,} bytes more")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -87,6 +88,9 @@ def synthesize_checkpoint(
     weight_map = {t.name: shard_file(shard, shards) for shard, members in by_shard.items() for t in members}
     total = sum(tensor.nbytes for tensor in tensors.values())
     with appearing_at_once(Path(directory)) as staging:
+        free = shutil.disk_usage(staging).free
+        if total > free:
+            raise SynthesisError(str(directory), f"{free:,} bytes free", f"room for {total:,} bytes")
         _write_shards(staging, {shard_file(i, shards): members for i, members in sorted(by_shard.items())}, seed,
                       progress or (lambda _: None), threads or os.cpu_count() or 1)  # fmt: skip
         write_descriptions(staging, config, weight_map, total)
