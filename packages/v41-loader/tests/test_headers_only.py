@@ -96,7 +96,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "headers of " in capsys.readouterr().out
     assert main(["inspect", out]) == 0
     assert main(["synth", "--preset", "flash", "--out", str(tmp_path / "more")]) == 2
-    assert "a seed for flash" in capsys.readouterr().err
+    assert "a seed for the whole of flash, or --headers-only" in capsys.readouterr().err
     assert main(["synth", "--preset", "tiny", "--headers-only", "--seed", "3", "--out", str(tmp_path / "more")]) == 2
     assert "no seed with --headers-only" in capsys.readouterr().err
     assert main(["synth", "--preset", "tiny", "--headers-only", "--shards", "3", "--out", str(tmp_path / "more")]) == 2
